@@ -1,0 +1,240 @@
+//! The CPU backend: f32 activations, weights packed at load (f32 or bf16), SIMD chosen at run time.
+//!
+//! Work is split over a pool of its own (rayon), never so that a result depends on the split.
+
+mod attention;
+mod conv;
+mod delta;
+mod isa;
+mod kv;
+mod linear;
+mod math;
+mod matmul;
+mod pool;
+mod rope;
+mod rows;
+mod tensor;
+
+use std::ops::Range;
+
+use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
+
+use crate::{
+    AttentionRows, AttentionShape, Backend, Cols, ConvFold, DeltaInputs, DeltaShape, Fold, Gate, KvShape, RopeSpec,
+};
+
+pub use delta::CpuCarry;
+pub use isa::Isa;
+pub use kv::CpuKv;
+pub use linear::CpuLinear;
+pub use rope::CpuRope;
+pub use tensor::CpuTensor;
+
+use pool::Pool;
+
+/// A share of this machine's cores.
+#[derive(Clone)]
+pub struct Cpu {
+    isa: Isa,
+    pool: Pool,
+}
+
+impl Cpu {
+    /// A backend with `threads` threads of its own and the best instruction set that the CPU has.
+    pub fn new(threads: usize) -> Self {
+        Self::with_isa(threads, Isa::best())
+    }
+
+    /// The same with a given instruction set.
+    ///
+    /// # Panics
+    /// If the CPU lacks it.
+    pub fn with_isa(threads: usize, isa: Isa) -> Self {
+        assert!(isa.available(), "this CPU has no {isa:?}");
+        Cpu { isa, pool: Pool::new(threads) }
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+}
+
+impl Storage for Cpu {
+    type Tensor = CpuTensor;
+    type Kv = CpuKv;
+}
+
+impl Backend for Cpu {
+    type Linear = CpuLinear;
+    type Rope = CpuRope;
+    type Carry = CpuCarry;
+
+    fn kernel_set(&self) -> String {
+        self.isa.kernel_set().to_string()
+    }
+
+    fn supports(&self, dtype: DType) -> bool {
+        match dtype {
+            DType::F32 => true,
+            DType::Bf16 => self.isa == Isa::Avx512Bf16,
+            DType::F16 | DType::F64 => false,
+        }
+    }
+
+    fn alloc(&self, shape: &[usize]) -> CpuTensor {
+        CpuTensor::alloc(shape)
+    }
+
+    fn zeros(&self, shape: &[usize]) -> CpuTensor {
+        CpuTensor::zeros(shape)
+    }
+
+    fn resize(&self, t: &mut CpuTensor, shape: &[usize]) {
+        t.resize(shape);
+    }
+
+    fn upload(&self, t: &HostTensor) -> CpuTensor {
+        CpuTensor::upload(t)
+    }
+
+    fn download(&self, t: &CpuTensor) -> HostTensor {
+        t.download()
+    }
+
+    fn duplicate(&self, t: &CpuTensor) -> CpuTensor {
+        t.clone()
+    }
+
+    fn pack(&self, parts: &[HostTensor], dtype: DType) -> CpuLinear {
+        CpuLinear::pack(parts, dtype)
+    }
+
+    fn linear(&self, w: &CpuLinear, x: &CpuTensor, out: &mut CpuTensor) {
+        linear::linear(self.isa, &self.pool, w, x, out, false);
+    }
+
+    fn linear_add(&self, w: &CpuLinear, x: &CpuTensor, acc: &mut CpuTensor) {
+        linear::linear(self.isa, &self.pool, w, x, acc, true);
+    }
+
+    fn embed(&self, w: &CpuLinear, ids: &[u32], out: &mut CpuTensor) {
+        linear::embed(w, ids, out);
+    }
+
+    fn gather(&self, x: &CpuTensor, index: &[usize], out: &mut CpuTensor) {
+        rows::gather(x, index, out);
+    }
+
+    fn rms_norm(&self, x: &CpuTensor, weight: &CpuTensor, eps: f32, out: &mut CpuTensor) {
+        rows::rms_norm(self.isa, &self.pool, x, weight, eps, out);
+    }
+
+    fn head_norm(&self, x: &mut CpuTensor, col: usize, heads: usize, weight: &CpuTensor, eps: f32) {
+        rows::head_norm(self.isa, &self.pool, x, col, heads, weight, eps);
+    }
+
+    fn silu_mul(&self, x: &CpuTensor, out: &mut CpuTensor) {
+        rows::silu_mul(self.isa, &self.pool, x, out);
+    }
+
+    fn gate(&self, x: &mut CpuTensor, g: Cols<'_, Self>, gate: Gate) {
+        rows::gate(self.isa, &self.pool, x, g, gate);
+    }
+
+    fn conv(
+        &self,
+        x: Cols<'_, Self>,
+        weight: &CpuTensor,
+        bias: Option<&CpuTensor>,
+        folds: &mut [ConvFold<'_, Self>],
+        out: &mut CpuTensor,
+    ) {
+        conv::conv(self.isa, &self.pool, x, weight, bias, folds, out);
+    }
+
+    fn gated_delta(
+        &self,
+        shape: DeltaShape,
+        inputs: DeltaInputs<'_, Self>,
+        folds: &mut [Fold<'_, Self>],
+        out: &mut CpuTensor,
+    ) {
+        delta::gated_delta(self.isa, &self.pool, shape, inputs, folds, out);
+    }
+
+    fn carry(&self, heads: usize, d_k: usize, d_v: usize) -> CpuCarry {
+        CpuCarry::new(heads, d_k, d_v)
+    }
+
+    fn finish(&self, carry: CpuCarry, state: &CpuTensor) -> (Transition<CpuTensor>, CpuTensor) {
+        delta::finish(self.isa, &self.pool, carry, state)
+    }
+
+    fn gated_norm(
+        &self,
+        o: &CpuTensor,
+        weight: &CpuTensor,
+        eps: f32,
+        g: Cols<'_, Self>,
+        gate: Gate,
+        out: &mut CpuTensor,
+    ) {
+        rows::gated_norm(self.isa, &self.pool, o, weight, eps, g, gate, out);
+    }
+
+    fn rope(&self, spec: &RopeSpec) -> CpuRope {
+        CpuRope::new(spec)
+    }
+
+    fn kv(&self, shape: KvShape) -> CpuKv {
+        CpuKv::new(shape)
+    }
+
+    fn kv_shape(&self, kv: &CpuKv) -> KvShape {
+        kv.shape()
+    }
+
+    fn kv_len(&self, kv: &CpuKv) -> usize {
+        kv.len()
+    }
+
+    fn kv_append(
+        &self,
+        kv: &mut CpuKv,
+        rows: Range<usize>,
+        k: Cols<'_, Self>,
+        v: Cols<'_, Self>,
+        positions: &[i64],
+        rope: Option<&CpuRope>,
+    ) {
+        kv.append(rows, k, v, positions, rope);
+    }
+
+    fn kv_copy(&self, kv: &CpuKv, range: Range<usize>) -> CpuKv {
+        kv.copy(range)
+    }
+
+    fn kv_truncate(&self, kv: &mut CpuKv, len: usize) {
+        kv.truncate(len);
+    }
+
+    fn kv_download(&self, kv: &CpuKv) -> HostKv {
+        kv.download()
+    }
+
+    fn kv_upload(&self, kv: &HostKv, shape: KvShape) -> CpuKv {
+        CpuKv::upload(kv, shape)
+    }
+
+    fn attention(
+        &self,
+        shape: AttentionShape,
+        rope: Option<&CpuRope>,
+        q: Cols<'_, Self>,
+        sequences: &[AttentionRows<'_, Self>],
+        out: &mut CpuTensor,
+    ) {
+        attention::attention(self.isa, &self.pool, shape, rope, q, sequences, out);
+    }
+}

@@ -1,0 +1,16 @@
+//! The op set of hybrid models as one trait, [`Backend`], and its implementations.
+//!
+//! [`Reference`] is scalar and plain, in f64 or f32: what the others are compared with. [`Cpu`]
+//! packs weights at load and chooses its instruction set at run time. Unsafe code lives in this
+//! crate alone, in the SIMD kernels.
+
+mod backend;
+mod cpu;
+mod reference;
+
+pub use backend::{
+    AttentionRows, AttentionShape, Backend, Cols, ConvFold, ConvStep, DeltaInputs, DeltaShape, DeviceTensor, Fold,
+    GRID, Gate, KvShape, RopeSpec, Span, Step,
+};
+pub use cpu::{Cpu, Isa};
+pub use reference::Reference;

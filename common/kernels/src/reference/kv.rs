@@ -1,0 +1,177 @@
+//! Stores of keys and values, and rotary embeddings. Keys are rotated when they are appended; what a store holds
+//! is rounded to its dtype.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use hypic_state::{DType, HostKv, HostTensor, Stored};
+
+use super::real::Real;
+use super::{Columns, check};
+use crate::{KvShape, RopeSpec};
+
+/// Keys and values, a row a token, their values rounded to the store's dtype.
+#[derive(Clone, Debug)]
+pub struct RefKv<R> {
+    pub(super) shape: KvShape,
+    k: Vec<R>,
+    v: Vec<R>,
+}
+
+impl<R: Real> RefKv<R> {
+    pub(super) fn new(shape: KvShape) -> Self {
+        RefKv {
+            shape,
+            k: Vec::new(),
+            v: Vec::new(),
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.v.len() / (self.shape.heads * self.shape.d_v)
+    }
+
+    pub(super) fn key(&self, token: usize, head: usize) -> &[R] {
+        let KvShape { heads, d_k, .. } = self.shape;
+        &self.k[(token * heads + head) * d_k..][..d_k]
+    }
+
+    pub(super) fn value(&self, token: usize, head: usize) -> &[R] {
+        let KvShape { heads, d_v, .. } = self.shape;
+        &self.v[(token * heads + head) * d_v..][..d_v]
+    }
+
+    pub(super) fn append(
+        &mut self,
+        rows: Range<usize>,
+        k: Columns<'_, R>,
+        v: Columns<'_, R>,
+        positions: &[i64],
+        rope: Option<&RefRope<R>>,
+    ) {
+        check::range("kv_append", "rows of k", &rows, k.mat.shape[0]);
+        check::range("kv_append", "rows of v", &rows, v.mat.shape[0]);
+        assert_eq!(
+            positions.len(),
+            rows.len(),
+            "kv_append: {} positions for rows {rows:?}",
+            positions.len()
+        );
+        let KvShape { d_k, dtype, .. } = self.shape;
+        for (row, &position) in rows.zip(positions) {
+            for key in k.row(row).chunks(d_k) {
+                let mut key = key.to_vec();
+                if let Some(rope) = rope {
+                    rope.rotate(&mut key, position);
+                }
+                self.k.extend(key.into_iter().map(|x| x.round_to(dtype)));
+            }
+            self.v.extend(v.row(row).iter().map(|x| x.round_to(dtype)));
+        }
+    }
+
+    pub(super) fn copy(&self, range: Range<usize>) -> Self {
+        check::range("kv_copy", "range", &range, self.len());
+        let KvShape { heads, d_k, d_v, .. } = self.shape;
+        RefKv {
+            shape: self.shape,
+            k: self.k[range.start * heads * d_k..range.end * heads * d_k].to_vec(),
+            v: self.v[range.start * heads * d_v..range.end * heads * d_v].to_vec(),
+        }
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) {
+        assert!(len <= self.len(), "kv_truncate: {len} tokens of {}", self.len());
+        let KvShape { heads, d_k, d_v, .. } = self.shape;
+        self.k.truncate(len * heads * d_k);
+        self.v.truncate(len * heads * d_v);
+    }
+
+    pub(super) fn download(&self) -> HostKv {
+        let KvShape { heads, d_k, d_v, dtype } = self.shape;
+        let host = |d: usize, values: &[R]| {
+            let shape = [self.len(), heads, d];
+            // Values are already rounded to the dtype, so narrowing them again loses nothing.
+            let narrow = || values.iter().map(|x| x.to_f64() as f32).collect::<Vec<_>>();
+            match dtype {
+                DType::F64 => R::host(&shape, values),
+                DType::Bf16 => HostTensor::from_f32_as_bf16(shape, &narrow()),
+                DType::F32 | DType::F16 => HostTensor::from_f32(shape, &narrow()),
+            }
+        };
+        HostKv {
+            k: host(d_k, &self.k),
+            v: host(d_v, &self.v),
+        }
+    }
+
+    pub(super) fn upload(kv: &HostKv, shape: KvShape) -> Self {
+        let KvShape { heads, d_k, d_v, dtype } = shape;
+        let tokens = kv.k.shape().first().copied().unwrap_or(0);
+        let read = |name: &str, t: &HostTensor, d: usize| {
+            let want = [tokens, heads, d];
+            assert_eq!(
+                t.shape(),
+                want,
+                "kv_upload: {name} has shape {:?}, needs {want:?}",
+                t.shape()
+            );
+            R::read(t).into_iter().map(|x| x.round_to(dtype)).collect()
+        };
+        RefKv {
+            shape,
+            k: read("k", &kv.k, d_k),
+            v: read("v", &kv.v, d_v),
+        }
+    }
+}
+
+impl<R: Real> Stored for RefKv<R> {
+    fn bytes(&self) -> usize {
+        (self.k.len() + self.v.len()) * size_of::<R>()
+    }
+}
+
+/// A rotary embedding; angles are computed in f64 from the exact position.
+#[derive(Clone, Debug)]
+pub struct RefRope<R> {
+    pub(super) spec: RopeSpec,
+    working: PhantomData<R>,
+}
+
+impl<R: Real> RefRope<R> {
+    pub(super) fn new(spec: &RopeSpec) -> Self {
+        RefRope {
+            spec: spec.clone(),
+            working: PhantomData,
+        }
+    }
+
+    /// Turn the head `x` to `position`.
+    pub(super) fn rotate(&self, x: &mut [R], position: i64) {
+        let RopeSpec {
+            offset,
+            inv_freq,
+            interleaved,
+            scale,
+        } = &self.spec;
+        let pairs = inv_freq.len();
+        assert!(
+            offset + 2 * pairs <= x.len(),
+            "rope: {pairs} pairs from dimension {offset} of a head of {}",
+            x.len()
+        );
+        for (i, freq) in inv_freq.iter().enumerate() {
+            let (first, second) = if *interleaved {
+                (offset + 2 * i, offset + 2 * i + 1)
+            } else {
+                (offset + i, offset + i + pairs)
+            };
+            let (sin, cos) = (position as f64 * freq).sin_cos();
+            let (sin, cos) = (R::from_f64(sin * scale), R::from_f64(cos * scale));
+            let (a, b) = (x[first], x[second]);
+            x[first] = a * cos - b * sin;
+            x[second] = b * cos + a * sin;
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! The scalar backend that the others are compared with: f64, or f32, one thread, no packing, every op by its
+//! definition.
+//!
+//! It owns nothing but its tensors and is slow. In f64 its results are good to about 1e-13 of the largest
+//! value. A mismatch of shapes panics with the op, the argument and the shapes.
+
+mod attention;
+mod check;
+mod conv;
+mod delta;
+mod kv;
+mod linear;
+mod real;
+mod rows;
+mod tensor;
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
+
+use crate::{
+    AttentionRows, AttentionShape, Backend, Cols, ConvFold, DeltaInputs, DeltaShape, DeviceTensor, Fold, Gate, KvShape,
+    RopeSpec,
+};
+
+pub use delta::RefCarry;
+pub use kv::{RefKv, RefRope};
+pub use linear::RefLinear;
+pub use real::Real;
+pub use tensor::RefTensor;
+
+/// The scalar backend in working precision `R`: f64 or f32.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Reference<R: Real>(PhantomData<R>);
+
+impl<R: Real> Reference<R> {
+    /// A backend.
+    pub fn new() -> Self {
+        Reference(PhantomData)
+    }
+}
+
+/// Some columns of a matrix.
+#[derive(Clone, Copy)]
+struct Columns<'a, R: Real> {
+    mat: &'a RefTensor<R>,
+    col: usize,
+    width: usize,
+}
+
+impl<'a, R: Real> Columns<'a, R> {
+    fn row(&self, i: usize) -> &'a [R] {
+        &self.mat.row(i)[self.col..self.col + self.width]
+    }
+}
+
+impl<R: Real> Storage for Reference<R> {
+    type Tensor = RefTensor<R>;
+    type Kv = RefKv<R>;
+}
+
+impl<R: Real> Backend for Reference<R> {
+    type Linear = RefLinear<R>;
+    type Rope = RefRope<R>;
+    type Carry = RefCarry<R>;
+
+    fn kernel_set(&self) -> String {
+        format!("reference-{}-v1", R::DTYPE)
+    }
+
+    fn supports(&self, dtype: DType) -> bool {
+        dtype == DType::F32 || dtype == R::DTYPE
+    }
+
+    fn alloc(&self, shape: &[usize]) -> RefTensor<R> {
+        RefTensor::alloc(shape)
+    }
+
+    fn zeros(&self, shape: &[usize]) -> RefTensor<R> {
+        RefTensor::filled(shape, R::ZERO)
+    }
+
+    fn resize(&self, t: &mut RefTensor<R>, shape: &[usize]) {
+        t.resize(shape);
+    }
+
+    fn upload(&self, t: &HostTensor) -> RefTensor<R> {
+        RefTensor::upload(t)
+    }
+
+    fn download(&self, t: &RefTensor<R>) -> HostTensor {
+        t.download()
+    }
+
+    fn duplicate(&self, t: &RefTensor<R>) -> RefTensor<R> {
+        t.clone()
+    }
+
+    fn pack(&self, parts: &[HostTensor], dtype: DType) -> RefLinear<R> {
+        RefLinear::pack(parts, dtype)
+    }
+
+    fn linear(&self, w: &RefLinear<R>, x: &RefTensor<R>, out: &mut RefTensor<R>) {
+        w.linear(x, out);
+    }
+
+    fn linear_add(&self, w: &RefLinear<R>, x: &RefTensor<R>, acc: &mut RefTensor<R>) {
+        w.linear_add(x, acc);
+    }
+
+    fn embed(&self, w: &RefLinear<R>, ids: &[u32], out: &mut RefTensor<R>) {
+        w.embed(ids, out);
+    }
+
+    fn gather(&self, x: &RefTensor<R>, index: &[usize], out: &mut RefTensor<R>) {
+        rows::gather(x, index, out);
+    }
+
+    fn rms_norm(&self, x: &RefTensor<R>, weight: &RefTensor<R>, eps: f32, out: &mut RefTensor<R>) {
+        rows::rms_norm(x, weight, eps, out);
+    }
+
+    fn head_norm(&self, x: &mut RefTensor<R>, col: usize, heads: usize, weight: &RefTensor<R>, eps: f32) {
+        rows::head_norm(x, col, heads, weight, eps);
+    }
+
+    fn silu_mul(&self, x: &RefTensor<R>, out: &mut RefTensor<R>) {
+        rows::silu_mul(x, out);
+    }
+
+    fn gate(&self, x: &mut RefTensor<R>, g: Cols<'_, Self>, gate: Gate) {
+        let g = check::cols("gate", "g", g, x.cols());
+        rows::gate(x, g, gate);
+    }
+
+    fn conv(
+        &self,
+        x: Cols<'_, Self>,
+        weight: &RefTensor<R>,
+        bias: Option<&RefTensor<R>>,
+        folds: &mut [ConvFold<'_, Self>],
+        out: &mut RefTensor<R>,
+    ) {
+        let x = check::cols("conv", "x", x, weight.rows());
+        conv::conv(x, weight, bias, folds, out);
+    }
+
+    fn gated_delta(
+        &self,
+        shape: DeltaShape,
+        inputs: DeltaInputs<'_, Self>,
+        folds: &mut [Fold<'_, Self>],
+        out: &mut RefTensor<R>,
+    ) {
+        delta::gated_delta(shape, inputs, folds, out);
+    }
+
+    fn carry(&self, heads: usize, d_k: usize, d_v: usize) -> RefCarry<R> {
+        RefCarry::new(heads, d_k, d_v)
+    }
+
+    fn finish(&self, carry: RefCarry<R>, state: &RefTensor<R>) -> (Transition<RefTensor<R>>, RefTensor<R>) {
+        carry.finish(state)
+    }
+
+    fn gated_norm(
+        &self,
+        o: &RefTensor<R>,
+        weight: &RefTensor<R>,
+        eps: f32,
+        g: Cols<'_, Self>,
+        gate: Gate,
+        out: &mut RefTensor<R>,
+    ) {
+        let g = check::cols("gated_norm", "g", g, o.cols());
+        rows::gated_norm(o, weight, eps, g, gate, out);
+    }
+
+    fn rope(&self, spec: &RopeSpec) -> RefRope<R> {
+        RefRope::new(spec)
+    }
+
+    fn kv(&self, shape: KvShape) -> RefKv<R> {
+        RefKv::new(shape)
+    }
+
+    fn kv_shape(&self, kv: &RefKv<R>) -> KvShape {
+        kv.shape
+    }
+
+    fn kv_len(&self, kv: &RefKv<R>) -> usize {
+        kv.len()
+    }
+
+    fn kv_append(
+        &self,
+        kv: &mut RefKv<R>,
+        rows: Range<usize>,
+        k: Cols<'_, Self>,
+        v: Cols<'_, Self>,
+        positions: &[i64],
+        rope: Option<&RefRope<R>>,
+    ) {
+        let k = check::cols("kv_append", "k", k, kv.shape.heads * kv.shape.d_k);
+        let v = check::cols("kv_append", "v", v, kv.shape.heads * kv.shape.d_v);
+        kv.append(rows, k, v, positions, rope);
+    }
+
+    fn kv_copy(&self, kv: &RefKv<R>, range: Range<usize>) -> RefKv<R> {
+        kv.copy(range)
+    }
+
+    fn kv_truncate(&self, kv: &mut RefKv<R>, len: usize) {
+        kv.truncate(len);
+    }
+
+    fn kv_download(&self, kv: &RefKv<R>) -> HostKv {
+        kv.download()
+    }
+
+    fn kv_upload(&self, kv: &HostKv, shape: KvShape) -> RefKv<R> {
+        RefKv::upload(kv, shape)
+    }
+
+    fn attention(
+        &self,
+        shape: AttentionShape,
+        rope: Option<&RefRope<R>>,
+        q: Cols<'_, Self>,
+        sequences: &[AttentionRows<'_, Self>],
+        out: &mut RefTensor<R>,
+    ) {
+        let q = check::cols("attention", "q", q, shape.heads * shape.kv.d_k);
+        attention::attention(shape, rope, q, sequences, out);
+    }
+}
