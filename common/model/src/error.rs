@@ -1,0 +1,49 @@
+use std::path::PathBuf;
+
+/// Why a model cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// The configuration is wrong or incomplete.
+    #[error("config.json: {key}: {problem}")]
+    Config {
+        /// The key, dotted.
+        key: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The checkpoint has something that the engine cannot serve.
+    #[error("unsupported model: {0}")]
+    Unsupported(String),
+    /// The weights do not fit the configuration, or are damaged.
+    #[error("{file}: {problem}")]
+    Checkpoint {
+        /// The file.
+        file: String,
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+impl ModelError {
+    pub(crate) fn config(key: impl Into<String>, problem: impl Into<String>) -> Self {
+        ModelError::Config {
+            key: key.into(),
+            problem: problem.into(),
+        }
+    }
+
+    pub(crate) fn checkpoint(file: impl Into<String>, problem: impl Into<String>) -> Self {
+        ModelError::Checkpoint {
+            file: file.into(),
+            problem: problem.into(),
+        }
+    }
+}

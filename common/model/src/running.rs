@@ -1,0 +1,207 @@
+//! What a sequence carries through a request: its running state, and frozen copies of it.
+//!
+//! A running state belongs to one sequence. In a recurrent layer it is S and the convolution window;
+//! in an attention layer a view: spans of immutable stores that others may share (bodies of entries,
+//! stretches that were frozen), and the sequence's own growing store.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use hypic_kernels::{Backend, Span};
+use hypic_state::{LayerPart, Stored};
+
+use crate::Model;
+use crate::layers::{Layer, Mixer};
+
+/// Immutable K and V, shared by reference count.
+pub(crate) enum SharedKv<B: Backend> {
+    /// Of an entry's body.
+    Body(Arc<LayerPart<B>>),
+    /// Of a sequence's own rows, at their true positions.
+    Frozen(Arc<B::Kv>),
+}
+
+impl<B: Backend> Clone for SharedKv<B> {
+    fn clone(&self) -> Self {
+        match self {
+            SharedKv::Body(part) => SharedKv::Body(part.clone()),
+            SharedKv::Frozen(kv) => SharedKv::Frozen(kv.clone()),
+        }
+    }
+}
+
+impl<B: Backend> SharedKv<B> {
+    fn kv(&self) -> &B::Kv {
+        match self {
+            SharedKv::Frozen(kv) => kv,
+            SharedKv::Body(part) => match &**part {
+                LayerPart::Attention(kv) => kv,
+                LayerPart::Recurrent(_) => unreachable!("a body in an attention layer has K and V"),
+            },
+        }
+    }
+}
+
+/// A span of shared K and V in a sequence's view.
+pub(crate) struct HeldSpan<B: Backend> {
+    pub kv: SharedKv<B>,
+    pub range: Range<usize>,
+    /// Position, in the sequence, of what the store calls position 0.
+    pub origin: i64,
+}
+
+impl<B: Backend> Clone for HeldSpan<B> {
+    fn clone(&self) -> Self {
+        HeldSpan {
+            kv: self.kv.clone(),
+            range: self.range.clone(),
+            origin: self.origin,
+        }
+    }
+}
+
+impl<B: Backend> HeldSpan<B> {
+    /// The span as the attention op takes it, seen from row `from_row` on.
+    pub fn seen_from(&self, from_row: usize) -> Span<'_, B> {
+        Span {
+            kv: self.kv.kv(),
+            range: self.range.clone(),
+            origin: self.origin,
+            from_row,
+        }
+    }
+}
+
+/// One layer of a running state.
+pub(crate) enum LayerState<B: Backend> {
+    Recurrent {
+        /// `[heads, d_k, d_v]`.
+        state: B::Tensor,
+        /// `[kernel - 1, channels]`.
+        window: B::Tensor,
+    },
+    Attention {
+        spans: Vec<HeldSpan<B>>,
+        own: B::Kv,
+    },
+}
+
+/// One sequence's state.
+pub struct RunningState<B: Backend> {
+    pub(crate) layers: Vec<LayerState<B>>,
+    pub(crate) position: i64,
+    /// Rows in the sequence's own stores.
+    pub(crate) own_rows: usize,
+}
+
+impl<B: Backend> RunningState<B> {
+    /// The state before any token; the first row stands at `position` (0, or minus the length of an anchor).
+    pub fn new(backend: &B, model: &Model<B>, position: i64) -> Self {
+        let layers = model.layers().iter().map(|layer| empty_layer(backend, layer)).collect();
+        RunningState {
+            layers,
+            position,
+            own_rows: 0,
+        }
+    }
+
+    /// Position of the next token.
+    pub fn position(&self) -> i64 {
+        self.position
+    }
+
+    /// A state of its own that goes on where `frozen` stopped.
+    pub fn resume(backend: &B, model: &Model<B>, frozen: &FrozenState<B>) -> Self {
+        let layers = model
+            .layers()
+            .iter()
+            .zip(&frozen.layers)
+            .map(|(layer, state)| match state {
+                FrozenLayer::Recurrent { state, window } => LayerState::Recurrent {
+                    state: backend.duplicate(state),
+                    window: backend.duplicate(window),
+                },
+                FrozenLayer::Attention { spans } => {
+                    let LayerState::Attention { own, .. } = empty_layer(backend, layer) else {
+                        unreachable!("a frozen state has the layout of its model")
+                    };
+                    LayerState::Attention {
+                        spans: spans.clone(),
+                        own,
+                    }
+                }
+            });
+        RunningState {
+            layers: layers.collect(),
+            position: frozen.position,
+            own_rows: 0,
+        }
+    }
+
+    /// The recurrent state of layer `layer`, `[heads, d_k, d_v]`, and its convolution window
+    /// `[kernel - 1, channels]`; `None` for an attention layer.
+    pub fn recurrent(&self, layer: usize) -> Option<(&B::Tensor, &B::Tensor)> {
+        match &self.layers[layer] {
+            LayerState::Recurrent { state, window } => Some((state, window)),
+            LayerState::Attention { .. } => None,
+        }
+    }
+
+    /// K and V of the sequence's own rows in layer `layer`; `None` for a recurrent layer.
+    pub fn own_kv(&self, layer: usize) -> Option<&B::Kv> {
+        match &self.layers[layer] {
+            LayerState::Attention { own, .. } => Some(own),
+            LayerState::Recurrent { .. } => None,
+        }
+    }
+
+    /// Bytes that belong to this sequence alone.
+    pub fn bytes(&self) -> usize {
+        let layer = |l: &LayerState<B>| match l {
+            LayerState::Recurrent { state, window } => state.bytes() + window.bytes(),
+            LayerState::Attention { own, .. } => own.bytes(),
+        };
+        self.layers.iter().map(layer).sum()
+    }
+}
+
+fn empty_layer<B: Backend>(backend: &B, layer: &Layer<B>) -> LayerState<B> {
+    match &layer.mixer {
+        Mixer::GatedDelta(m) => LayerState::Recurrent {
+            state: backend.zeros(&[m.shape.heads, m.shape.d_k, m.shape.d_v]),
+            window: backend.zeros(&[m.kernel - 1, m.shape.channels()]),
+        },
+        Mixer::Attention(m) => LayerState::Attention {
+            spans: Vec::new(),
+            own: backend.kv(m.shape.kv),
+        },
+    }
+}
+
+/// One layer of a frozen state.
+pub(crate) enum FrozenLayer<B: Backend> {
+    Recurrent { state: B::Tensor, window: B::Tensor },
+    Attention { spans: Vec<HeldSpan<B>> },
+}
+
+/// A running state as it was at one point: immutable, from which any number of sequences can go on.
+pub struct FrozenState<B: Backend> {
+    pub(crate) layers: Vec<FrozenLayer<B>>,
+    pub(crate) position: i64,
+}
+
+impl<B: Backend> FrozenState<B> {
+    /// Position of the next token.
+    pub fn position(&self) -> i64 {
+        self.position
+    }
+
+    /// Bytes that it keeps alive. Stores that it shares with entries or other states count in full.
+    pub fn bytes(&self) -> usize {
+        let layer = |l: &FrozenLayer<B>| match l {
+            FrozenLayer::Recurrent { state, window } => state.bytes() + window.bytes(),
+            FrozenLayer::Attention { spans } => spans.iter().map(|s| s.kv.kv().bytes()).sum(),
+        };
+        self.layers.iter().map(layer).sum()
+    }
+}
