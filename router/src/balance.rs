@@ -1,0 +1,331 @@
+//! Which worker prefills which cold segment: longest estimated time first, each to the worker that would finish it
+//! first (LPT, Graham 1969; on workers of equal speed within 4/3 - 1/(3m) of the best makespan on m workers).
+//!
+//! Owns each worker's backlog (estimated time of the work that it was given and has not finished) and its speed as
+//! measured. A backlog is the sum of [`Charge`] guards: it goes down exactly once for every guard, by just what the
+//! guard added, whether the work is completed, fails, is cancelled or panics. What can go wrong: there may be no worker
+//! to assign to, which is a typed error; estimates may be off, which costs time and corrects itself as jobs complete.
+
+mod speed;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use speed::SpeedModel;
+pub use speed::{Speed, SpeedConfig};
+
+/// A worker's name: what reports and errors call it, and stable for as long as it lives.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WorkerId(Arc<str>);
+
+impl WorkerId {
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<T: Into<Arc<str>>> From<T> for WorkerId {
+    fn from(name: T) -> Self {
+        WorkerId(name.into())
+    }
+}
+
+impl fmt::Display for WorkerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Why segments cannot be assigned, or a worker not be added.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BalanceError {
+    /// No worker is known, or all are excluded.
+    #[error("no worker to prefill {segments} segments: {known} known, {excluded} of them excluded; start a worker")]
+    NoWorker {
+        /// Segments that were to be assigned.
+        segments: usize,
+        /// Workers known.
+        known: usize,
+        /// Known workers that the caller excluded.
+        excluded: usize,
+    },
+    /// A worker of this name is known already.
+    #[error("worker '{0}' is known already: remove it first, or give the new one another name")]
+    DuplicateWorker(WorkerId),
+}
+
+/// A segment's worker. The worker is charged for as long as `charge` lives.
+#[derive(Debug)]
+pub struct Assignment {
+    /// Index of the segment in the list that was assigned.
+    pub segment: usize,
+    /// Who shall prefill it.
+    pub worker: WorkerId,
+    /// Estimated time of the prefill alone, without what the worker has to do before it.
+    pub estimate: Duration,
+    /// The guard of the worker's load.
+    pub charge: Charge,
+}
+
+/// What is known of a worker at one moment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WorkerLoad {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Estimated time of the work that it was given and has not finished.
+    pub backlog: Duration,
+    /// Number of segments that it was given and has not finished.
+    pub segments: usize,
+    /// Its speed: measured, else that of all workers together, else the configured one.
+    pub speed: Speed,
+    /// Completed segments that the speed was learned from.
+    pub measured: u64,
+}
+
+/// A shared handle to all workers' loads; clones are the same balancer.
+#[derive(Clone, Debug)]
+pub struct Balancer {
+    fleet: Arc<Mutex<Fleet>>,
+}
+
+#[derive(Debug)]
+struct Fleet {
+    config: SpeedConfig,
+    /// In the order in which they were added, which decides between equals. Never reused, so a worker that comes back
+    /// under its old name is another one and owes nothing.
+    workers: BTreeMap<Incarnation, Worker>,
+    next: Incarnation,
+    /// Learned from every completed job: the best guess for a worker that has not completed one.
+    pooled: SpeedModel,
+}
+
+/// One life of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Incarnation(u64);
+
+#[derive(Debug)]
+struct Worker {
+    id: WorkerId,
+    /// Whole nanoseconds, so that taking away what was added leaves what was there.
+    backlog: u128,
+    segments: usize,
+    model: SpeedModel,
+}
+
+impl Balancer {
+    /// A balancer without workers.
+    pub fn new(config: SpeedConfig) -> Self {
+        let pooled = SpeedModel::new(&config);
+        let fleet = Fleet {
+            config,
+            workers: BTreeMap::new(),
+            next: Incarnation(0),
+            pooled,
+        };
+        Balancer {
+            fleet: Arc::new(Mutex::new(fleet)),
+        }
+    }
+
+    /// Make a worker known, idle.
+    ///
+    /// # Errors
+    /// If a worker of this name is known already.
+    pub fn add_worker(&self, worker: impl Into<WorkerId>) -> Result<(), BalanceError> {
+        let id = worker.into();
+        let mut fleet = self.fleet.lock();
+        if fleet.workers.values().any(|worker| worker.id == id) {
+            return Err(BalanceError::DuplicateWorker(id));
+        }
+        let incarnation = fleet.next;
+        fleet.next = Incarnation(incarnation.0 + 1);
+        let model = SpeedModel::new(&fleet.config);
+        fleet.workers.insert(
+            incarnation,
+            Worker {
+                id,
+                backlog: 0,
+                segments: 0,
+                model,
+            },
+        );
+        Ok(())
+    }
+
+    /// Forget a worker; its charges become inert. False if there is none of this name.
+    pub fn remove_worker(&self, worker: &str) -> bool {
+        let mut fleet = self.fleet.lock();
+        let before = fleet.workers.len();
+        fleet.workers.retain(|_, known| known.id.as_str() != worker);
+        fleet.workers.len() < before
+    }
+
+    /// Assign segments, given their numbers of tokens, and charge the workers. The assignments come in the order in
+    /// which a worker should take them up: longest first.
+    ///
+    /// # Errors
+    /// If there is no worker; never for an empty list.
+    pub fn assign(&self, tokens: &[usize]) -> Result<Vec<Assignment>, BalanceError> {
+        self.assign_excluding(tokens, &[])
+    }
+
+    /// As [`Balancer::assign`], but not to these workers: for segments that a worker has failed to deliver.
+    ///
+    /// # Errors
+    /// If no worker is left; never for an empty list.
+    pub fn assign_excluding(&self, tokens: &[usize], excluded: &[WorkerId]) -> Result<Vec<Assignment>, BalanceError> {
+        // The time grows with the tokens on every worker, so this is the order by estimated time whatever the speeds.
+        let mut longest_first: Vec<usize> = (0..tokens.len()).collect();
+        longest_first.sort_by_key(|&segment| std::cmp::Reverse(tokens[segment]));
+
+        // One lock for all segments: concurrent requests must see each other's charges, or they choose the same worker.
+        let mut fleet = self.fleet.lock();
+        let mut placed = Vec::with_capacity(tokens.len());
+        for segment in longest_first {
+            let Some((incarnation, nanos)) = fleet.first_to_finish(tokens[segment], excluded) else {
+                let known = fleet.workers.len();
+                let excluded = fleet
+                    .workers
+                    .values()
+                    .filter(|worker| excluded.contains(&worker.id))
+                    .count();
+                debug_assert!(
+                    placed.is_empty(),
+                    "the choice of workers does not change under the lock"
+                );
+                return Err(BalanceError::NoWorker {
+                    segments: tokens.len(),
+                    known,
+                    excluded,
+                });
+            };
+            let worker = fleet
+                .workers
+                .get_mut(&incarnation)
+                .expect("chosen from these workers under the same lock");
+            worker.backlog += nanos as u128;
+            worker.segments += 1;
+            placed.push((segment, worker.id.clone(), incarnation, nanos));
+        }
+        drop(fleet);
+
+        let assignments = placed.into_iter().map(|(segment, worker, incarnation, nanos)| {
+            let charge = Charge {
+                fleet: self.fleet.clone(),
+                incarnation,
+                tokens: tokens[segment],
+                nanos,
+            };
+            Assignment {
+                segment,
+                worker,
+                estimate: charge.estimate(),
+                charge,
+            }
+        });
+        Ok(assignments.collect())
+    }
+
+    /// Estimated time of a prefill of `tokens` on a worker, without its backlog; `None` if the worker is not known.
+    pub fn estimate(&self, worker: &str, tokens: usize) -> Option<Duration> {
+        let fleet = self.fleet.lock();
+        let worker = fleet.workers.values().find(|known| known.id.as_str() == worker)?;
+        Some(fleet.speed(worker).time(tokens))
+    }
+
+    /// Every worker's load, in the order in which they were added.
+    pub fn loads(&self) -> Vec<WorkerLoad> {
+        let fleet = self.fleet.lock();
+        let load = |worker: &Worker| WorkerLoad {
+            worker: worker.id.clone(),
+            backlog: Duration::from_nanos(u64::try_from(worker.backlog).unwrap_or(u64::MAX)),
+            segments: worker.segments,
+            speed: fleet.speed(worker),
+            measured: worker.model.measured(),
+        };
+        fleet.workers.values().map(load).collect()
+    }
+}
+
+impl Fleet {
+    fn speed(&self, worker: &Worker) -> Speed {
+        let model = if worker.model.measured() > 0 {
+            &worker.model
+        } else {
+            &self.pooled
+        };
+        model.speed()
+    }
+
+    /// The worker that would finish a segment first, and the nanoseconds that it takes there.
+    fn first_to_finish(&self, tokens: usize, excluded: &[WorkerId]) -> Option<(Incarnation, u64)> {
+        let candidates = self.workers.iter().filter(|(_, worker)| !excluded.contains(&worker.id));
+        let finishes = candidates.map(|(&incarnation, worker)| {
+            let nanos = u64::try_from(self.speed(worker).time(tokens).as_nanos()).unwrap_or(u64::MAX);
+            (worker.backlog + nanos as u128, incarnation, nanos)
+        });
+        finishes.min().map(|(_, incarnation, nanos)| (incarnation, nanos))
+    }
+}
+
+/// The load of one segment on one worker. Dropping it gives the load back; so does [`Charge::complete`], which also
+/// tells the balancer how long the work took. Inert once the worker has been removed.
+#[must_use = "dropping a charge gives the load back at once"]
+pub struct Charge {
+    fleet: Arc<Mutex<Fleet>>,
+    incarnation: Incarnation,
+    tokens: usize,
+    nanos: u64,
+}
+
+impl Charge {
+    /// The time that the worker is charged with.
+    pub fn estimate(&self) -> Duration {
+        Duration::from_nanos(self.nanos)
+    }
+
+    /// The prefill is done and took `measured`, waiting in the worker's queue not included.
+    pub fn complete(self, measured: Duration) {
+        let mut guard = self.fleet.lock();
+        let fleet = &mut *guard;
+        if let Some(worker) = fleet.workers.get_mut(&self.incarnation) {
+            worker.model.learn(self.tokens, measured, &fleet.config);
+            fleet.pooled.learn(self.tokens, measured, &fleet.config);
+        }
+        // Unlocked before `self` is dropped, which locks again to give the load back.
+        drop(guard);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut fleet = self.fleet.lock();
+        let Some(worker) = fleet.workers.get_mut(&self.incarnation) else {
+            return;
+        };
+        debug_assert!(
+            worker.backlog >= self.nanos as u128 && worker.segments > 0,
+            "charged before it is given back"
+        );
+        worker.backlog = worker.backlog.saturating_sub(self.nanos as u128);
+        worker.segments = worker.segments.saturating_sub(1);
+    }
+}
+
+impl fmt::Debug for Charge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("Charge");
+        debug
+            .field("tokens", &self.tokens)
+            .field("estimate", &self.estimate())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;

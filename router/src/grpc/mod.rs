@@ -1,0 +1,160 @@
+//! The gRPC service `hypic.v1.Inference` over an [`Engine`], with health and reflection. Owns the
+//! translation in both directions (in [`convert`]) and the mapping of failures to statuses. The
+//! call's deadline becomes the request's; a dropped call drops the answer, which cancels the work.
+
+mod convert;
+mod deadline;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use futures::stream::BoxStream;
+use hypic_proto::FILE_DESCRIPTOR_SET;
+use hypic_proto::v1::inference_server::{Inference, InferenceServer};
+use hypic_proto::v1::{GenerateRequest, GenerateResponse, GetModelRequest, Model, ModelsRequest, ModelsResponse};
+use tonic::metadata::MetadataMap;
+use tonic::service::Routes;
+use tonic::service::interceptor::InterceptedService;
+use tonic::{Code, Request, Response, Status};
+
+use crate::api::{Engine, Error, ErrorKind, Event, ModelCard};
+use crate::auth::ApiKeys;
+use crate::front::FrontConfig;
+use crate::running::Shared;
+
+/// How often the health service asks the engine how it is.
+const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
+/// Trailing metadata that names the wrong field.
+const PARAM_KEY: &str = "hypic-param";
+
+/// All services, and the task that keeps the health service up to date.
+pub(crate) fn routes<E: Engine>(
+    config: &FrontConfig,
+    shared: Arc<Shared<E>>,
+) -> (Router, impl Future<Output = ()> + Send + 'static) {
+    let inference = InferenceServer::new(Service { shared: shared.clone() })
+        .max_decoding_message_size(config.body_limit)
+        .max_encoding_message_size(usize::MAX);
+    let keys = config.api_keys.clone();
+    let guarded = InterceptedService::new(inference, move |request: Request<()>| {
+        authenticate(keys.as_ref(), request.metadata())?;
+        Ok(request)
+    });
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .with_service_name("hypic.v1.Inference")
+        .with_service_name("grpc.health.v1.Health")
+        .build_v1()
+        .expect("the descriptors were made at build time");
+    let (reporter, health) = tonic_health::server::health_reporter();
+    let routes = Routes::new(guarded)
+        .add_service(health)
+        .add_service(reflection)
+        .prepare()
+        .into_axum_router();
+    (routes, report_health(reporter, shared))
+}
+
+async fn report_health<E: Engine>(reporter: tonic_health::server::HealthReporter, shared: Arc<Shared<E>>) {
+    let mut last = None;
+    loop {
+        let ready = shared.ready();
+        if last != Some(ready) {
+            let status = if ready {
+                tonic_health::ServingStatus::Serving
+            } else {
+                tonic_health::ServingStatus::NotServing
+            };
+            // The empty name stands for the whole server.
+            for service in ["", "hypic.v1.Inference"] {
+                reporter.set_service_status(service, status).await;
+            }
+            last = Some(ready);
+        }
+        if shared.drain.is_cancelled() {
+            return;
+        }
+        tokio::select! {
+            () = shared.drain.cancelled() => {}
+            () = tokio::time::sleep(HEALTH_INTERVAL) => {}
+        }
+    }
+}
+
+fn authenticate(keys: Option<&ApiKeys>, metadata: &MetadataMap) -> Result<(), Status> {
+    let Some(keys) = keys else { return Ok(()) };
+    keys.check(metadata.get("authorization").map(|value| value.as_bytes()))
+        .map_err(status)
+}
+
+/// A failure as gRPC tells it.
+fn status(error: Error) -> Status {
+    let code = match error.kind {
+        ErrorKind::Invalid => Code::InvalidArgument,
+        ErrorKind::Unauthenticated => Code::Unauthenticated,
+        ErrorKind::NotFound => Code::NotFound,
+        ErrorKind::TooLarge | ErrorKind::Overloaded => Code::ResourceExhausted,
+        ErrorKind::Deadline => Code::DeadlineExceeded,
+        ErrorKind::Unavailable => Code::Unavailable,
+        ErrorKind::Internal => Code::Internal,
+    };
+    let mut metadata = MetadataMap::new();
+    // A name with characters that metadata cannot hold is in the message anyway.
+    if let Some(value) = error.param.and_then(|param| param.parse().ok()) {
+        metadata.insert(PARAM_KEY, value);
+    }
+    Status::with_metadata(code, error.message, metadata)
+}
+
+struct Service<E> {
+    shared: Arc<Shared<E>>,
+}
+
+impl<E: Engine> Service<E> {
+    fn check_model(&self, id: &str) -> Result<&ModelCard, Status> {
+        let served = self.shared.engine.model();
+        if id == served.id {
+            return Ok(served);
+        }
+        let message = format!("the model '{id}' does not exist: this server has '{}'", served.id);
+        Err(status(Error {
+            param: Some("model".into()),
+            ..Error::new(ErrorKind::NotFound, message)
+        }))
+    }
+}
+
+#[tonic::async_trait]
+impl<E: Engine> Inference for Service<E> {
+    type GenerateStream = BoxStream<'static, Result<GenerateResponse, Status>>;
+
+    async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
+        let deadline = deadline::of_call(request.metadata()).map_err(status)?;
+        let message = request.into_inner();
+        if !message.model.is_empty() {
+            self.check_model(&message.model)?;
+        }
+        let request = convert::request(message, deadline).map_err(status)?;
+        let running = self.shared.start(request).await.map_err(status)?;
+        let events = futures::stream::unfold(Some(running), |running| async move {
+            let mut running = running?;
+            let event = running.next().await;
+            let rest = matches!(event, Event::Delta(_) | Event::Finished { .. }).then_some(running);
+            Some((convert::event(event).map_err(status), rest))
+        });
+        Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn models(&self, _: Request<ModelsRequest>) -> Result<Response<ModelsResponse>, Status> {
+        Ok(Response::new(ModelsResponse {
+            models: vec![convert::model(self.shared.engine.model())],
+        }))
+    }
+
+    async fn get_model(&self, request: Request<GetModelRequest>) -> Result<Response<Model>, Status> {
+        let served = self.check_model(&request.get_ref().id)?;
+        Ok(Response::new(convert::model(served)))
+    }
+}

@@ -1,0 +1,27 @@
+//! The router: what stands between clients and the roles that compute. The front ([`bind`],
+//! [`Front::serve`]) speaks HTTP and gRPC and turns both into the types of the API ([`Request`] in,
+//! [`Event`]s out) over whatever implements [`Engine`]; the [`Balancer`] says which worker prefills what.
+#![forbid(unsafe_code)]
+
+mod answer;
+mod api;
+mod auth;
+mod balance;
+mod front;
+mod grpc;
+mod http;
+mod plan;
+mod router;
+mod running;
+mod validate;
+
+pub use api::{
+    Anchor, Answer, Delta, Engine, Error, ErrorKind, Event, FinishReason, Message, Mode, ModelCard, Part, Prompt,
+    PromptOptions, Report, Request, Sampling, SegmentReport, SegmentSource, Timings, TokenLogprob, TokenLogprobs,
+    Usage,
+};
+pub use auth::{ApiKeys, KeyFileError};
+pub use balance::{Assignment, BalanceError, Balancer, Charge, Speed, SpeedConfig, WorkerId, WorkerLoad};
+pub use front::{BindError, Front, FrontConfig, bind};
+pub use router::{Fleet, Router, RouterConfig, Served};
+pub use validate::{MAX_ANSWERS, MAX_LOGPROBS, MAX_STOPS, validate};

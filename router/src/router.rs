@@ -1,0 +1,346 @@
+//! The router: turns a request into token ids, a plan and jobs, and what comes back into text.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use hypic_cache::KeySpace;
+use hypic_state::ComposeRule;
+use hypic_text::{ChatPrompt, RawPrompt, TextError, TextErrorKind, TextPipeline, Tokenized};
+use hypic_transport::{Combine, SamplingParams, Scatter, Transfers};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use crate::answer::{Running, TextSide};
+use crate::api::{Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Prompt, Request, Sampling};
+use crate::balance::{Balancer, SpeedConfig};
+use crate::plan::{Planner, PromptTokens, Settings};
+
+/// Settings of a router.
+#[derive(Clone, Debug)]
+pub struct RouterConfig {
+    /// Width of the seam unless a request names one.
+    pub seam: usize,
+    /// The anchor unless a request names one.
+    pub anchor: Anchor,
+    /// How often a segment is given to a worker before its request fails.
+    pub attempts: usize,
+    /// Share of the cache that the states of one prompt's earlier boundaries may take.
+    pub boundary_share: f64,
+    /// Events that a slow client may lag behind.
+    pub event_buffer: usize,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        RouterConfig {
+            seam: 8,
+            anchor: Anchor::Turn,
+            attempts: 3,
+            boundary_share: 0.125,
+            event_buffer: 64,
+        }
+    }
+}
+
+/// What a router knows of the model that its workers and combiners serve.
+#[derive(Clone, Debug)]
+pub struct Served {
+    /// What clients are told.
+    pub card: ModelCard,
+    /// What all keys have in common.
+    pub space: KeySpace,
+    /// Rows of the embedding: token ids are below it.
+    pub vocab: usize,
+    /// Rule of composition unless a request names one.
+    pub compose: ComposeRule,
+    /// Tokens that end an answer.
+    pub eos: Arc<[u32]>,
+    /// Sampling unless a request says otherwise: the model's own, on top of OpenAI's.
+    pub sampling: Sampling,
+}
+
+/// The roles that a router sends work to.
+pub struct Fleet {
+    /// Scatter workers, at least one.
+    pub scatter: Vec<Arc<dyn Scatter>>,
+    /// The combiner.
+    pub combine: Arc<dyn Combine>,
+    /// How parts get from the ones to the other.
+    pub transfers: Arc<dyn Transfers>,
+}
+
+/// Answers requests by planning them over scatter workers and a combiner.
+pub struct Router {
+    config: RouterConfig,
+    served: Served,
+    text: Option<Arc<TextPipeline>>,
+    fleet: Arc<Fleet>,
+    balancer: Balancer,
+}
+
+impl Router {
+    /// A router for `served` over `fleet`; without `text` it takes token ids only.
+    pub fn new(config: RouterConfig, served: Served, text: Option<Arc<TextPipeline>>, fleet: Fleet) -> Self {
+        let balancer = Balancer::new(SpeedConfig::default());
+        for worker in &fleet.scatter {
+            if let Err(e) = balancer.add_worker(worker.id()) {
+                tracing::warn!(worker = worker.id(), error = %e, "worker is not used");
+            }
+        }
+        Router {
+            config,
+            served,
+            text,
+            fleet: Arc::new(fleet),
+            balancer,
+        }
+    }
+
+    /// The model that is served.
+    pub fn served(&self) -> &Served {
+        &self.served
+    }
+
+    async fn tokenize(&self, request: &Request) -> Result<PromptTokens, Error> {
+        if let Prompt::Tokens {
+            segments,
+            query,
+            anchor,
+        } = &request.prompt
+        {
+            let tokens = Tokenized {
+                segments: segments.clone(),
+                query: query.clone(),
+                message_ends: Vec::new(),
+            };
+            let turn = self.text.as_ref().map(|t| t.raw_turn_anchor()).unwrap_or_default();
+            return Ok(PromptTokens {
+                tokens: without_empty(tokens),
+                turn,
+                anchor: anchor.clone(),
+            });
+        }
+        let Some(text) = self.text.clone() else {
+            let message =
+                "this model has no tokenizer: send token ids, or serve a model directory with a tokenizer.json";
+            return Err(Error::invalid("prompt", message));
+        };
+        let (prompt, options) = (request.prompt.clone(), request.options.clone());
+        // A prompt of 100k tokens takes a while to encode.
+        let encode = move || match prompt {
+            Prompt::Chat(messages) => {
+                let mut chat = ChatPrompt::new(messages.into_iter().map(text_message).collect());
+                chat.separator = options.separator;
+                chat.special_tokens = options.special_tokens;
+                let turn = text.turn_anchor().to_vec();
+                text.chat(&chat).map(|tokens| PromptTokens {
+                    tokens,
+                    turn,
+                    anchor: None,
+                })
+            }
+            Prompt::Raw { segments, query } => {
+                let (separator, special_tokens) = (options.separator, options.special_tokens);
+                let raw = RawPrompt {
+                    segments,
+                    query,
+                    separator,
+                    special_tokens,
+                };
+                let turn = text.raw_turn_anchor();
+                text.raw(&raw).map(|tokens| PromptTokens {
+                    tokens,
+                    turn,
+                    anchor: None,
+                })
+            }
+            Prompt::Tokens { .. } => unreachable!("token ids need no encoding"),
+        };
+        let encoded = tokio::task::spawn_blocking(encode).await;
+        encoded
+            .map_err(|e| Error::new(ErrorKind::Internal, format!("tokenizing failed: {e}")))?
+            .map_err(text_error)
+    }
+
+    fn check(&self, request: &Request, prompt: &PromptTokens) -> Result<usize, Error> {
+        let Tokenized { segments, query, .. } = &prompt.tokens;
+        if query.is_empty() {
+            let message = "the query has no tokens: something must stand behind the last segment";
+            return Err(Error::invalid("query", message));
+        }
+        let all = segments
+            .iter()
+            .flatten()
+            .chain(query)
+            .chain(prompt.anchor.iter().flatten());
+        let vocab = self.served.vocab;
+        if let Some(id) = all.copied().find(|&id| id as usize >= vocab) {
+            let message = format!("token id {id} is not in the vocabulary: ids are below {vocab}");
+            return Err(Error::invalid("prompt", message));
+        }
+        let tokens = segments.iter().map(Vec::len).sum::<usize>() + query.len();
+        let context = self.served.card.context as usize;
+        let room = context.saturating_sub(tokens);
+        let wanted = request.max_tokens.map_or(1, |n| n as usize);
+        if wanted > room {
+            let (param, what) = match room {
+                0 => ("prompt", format!("the prompt has {tokens} tokens")),
+                _ => (
+                    "max_tokens",
+                    format!("the prompt has {tokens} tokens and {wanted} more are asked for"),
+                ),
+            };
+            return Err(Error::invalid(
+                param,
+                format!("{what}: the model's context is {context} tokens"),
+            ));
+        }
+        Ok(request.max_tokens.map_or(room, |n| n as usize))
+    }
+
+    fn choices(&self, request: &Request) -> Result<Vec<SamplingParams>, Error> {
+        let mut params = sampling_params(&request.sampling, &self.served.sampling);
+        params.seed = request.sampling.seed.unwrap_or_else(rand::random);
+        params.logprobs = request.logprobs.map(|n| n as usize);
+        let checked = params
+            .validate()
+            .and_then(|()| params.validate_vocabulary(self.served.vocab));
+        checked.map_err(|e| Error::invalid(e.field, e.message))?;
+        Ok((0..request.n)
+            .map(|choice| SamplingParams {
+                choice,
+                ..params.clone()
+            })
+            .collect())
+    }
+
+    fn settings(&self, request: &Request, prompt: &PromptTokens) -> Settings {
+        let options = &request.options;
+        let anchor = match (&prompt.anchor, options.anchor.unwrap_or(self.config.anchor)) {
+            (Some(ids), _) => ids.clone(),
+            (None, Anchor::None) => Vec::new(),
+            (None, Anchor::Turn) => prompt.turn.clone(),
+            (None, Anchor::System) => prompt.tokens.segments.first().cloned().unwrap_or_default(),
+        };
+        Settings {
+            mode: options.mode.unwrap_or_default(),
+            rule: options.compose.unwrap_or(self.served.compose),
+            seam: options.seam.map_or(self.config.seam, |w| w as usize),
+            anchor: anchor.into(),
+            salt: options.salt.clone().unwrap_or_default().into_bytes(),
+        }
+    }
+}
+
+impl Engine for Router {
+    async fn generate(&self, request: Request) -> Result<Answer, Error> {
+        let arrived = Instant::now();
+        let stops = hypic_text::StopMatcher::new(request.stop.clone()).map_err(text_error)?;
+        let prompt = self.tokenize(&request).await?;
+        let max_tokens = self.check(&request, &prompt)?;
+        let choices = self.choices(&request)?;
+        let settings = self.settings(&request, &prompt);
+        let deadline = request.deadline.and_then(|d| arrived.checked_add(d));
+
+        let planner = Planner {
+            config: &self.config,
+            space: &self.served.space,
+            fleet: &self.fleet,
+            balancer: &self.balancer,
+        };
+        let (sender, generation) = mpsc::unbounded_channel();
+        let cancel = CancellationToken::new();
+        let mut planned = planner.plan(&settings, &prompt.tokens, &cancel);
+        let plan = &mut planned.plan;
+        plan.arrived = arrived;
+        plan.max_tokens = max_tokens;
+        plan.deadline = deadline;
+        plan.eos = if request.stop_at_eos {
+            self.served.eos.clone()
+        } else {
+            Arc::new([])
+        };
+        plan.cancel_choice = choices.iter().map(|_| cancel.child_token()).collect();
+        if choices.iter().any(|c| c.repetition_penalty != 1.0) {
+            plan.prompt_ids = [prompt.tokens.segments.concat(), prompt.tokens.query].concat();
+        }
+        plan.choices = choices;
+
+        let (events, receiver) = mpsc::channel(self.config.event_buffer);
+        let text = TextSide::new(self.text.as_ref(), &stops, request.n as usize);
+        let running = Running::start(planned, sender, &self.fleet, &self.balancer, self.config.attempts, text);
+        tokio::spawn(running.drive(generation, events, cancel));
+        Ok(Answer { events: receiver })
+    }
+
+    fn model(&self) -> &ModelCard {
+        &self.served.card
+    }
+
+    fn ready(&self) -> bool {
+        true
+    }
+}
+
+/// The sampler's settings: the request's, else the model's, else OpenAI's.
+pub(crate) fn sampling_params(asked: &Sampling, model: &Sampling) -> SamplingParams {
+    let d = SamplingParams::default();
+    SamplingParams {
+        temperature: asked.temperature.or(model.temperature).unwrap_or(d.temperature),
+        top_k: asked.top_k.or(model.top_k).unwrap_or(d.top_k),
+        top_p: asked.top_p.or(model.top_p).unwrap_or(d.top_p),
+        min_p: asked.min_p.or(model.min_p).unwrap_or(d.min_p),
+        presence_penalty: asked
+            .presence_penalty
+            .or(model.presence_penalty)
+            .unwrap_or(d.presence_penalty),
+        frequency_penalty: asked
+            .frequency_penalty
+            .or(model.frequency_penalty)
+            .unwrap_or(d.frequency_penalty),
+        repetition_penalty: asked
+            .repetition_penalty
+            .or(model.repetition_penalty)
+            .unwrap_or(d.repetition_penalty),
+        logit_bias: asked.logit_bias.clone(),
+        ..d
+    }
+}
+
+/// A segment of no tokens is no segment.
+fn without_empty(mut tokens: Tokenized) -> Tokenized {
+    tokens.segments.retain(|s| !s.is_empty());
+    tokens
+}
+
+fn text_message(message: Message) -> hypic_text::Message {
+    let part = |p: crate::api::Part| hypic_text::Part {
+        text: p.text,
+        segment: p.segment,
+    };
+    if message.parts {
+        return hypic_text::Message::parts(message.role, message.content.into_iter().map(part).collect());
+    }
+    let text: String = message.content.into_iter().map(|p| p.text).collect();
+    hypic_text::Message::text(message.role, text)
+}
+
+pub(crate) fn text_error(e: TextError) -> Error {
+    let param = match e.kind() {
+        TextErrorKind::Request => "query",
+        TextErrorKind::Template => "messages",
+        TextErrorKind::File | TextErrorKind::Tokenizer => return Error::new(ErrorKind::Internal, e.to_string()),
+    };
+    Error::invalid(param, e.to_string())
+}
+
+impl Mode {
+    /// The number that tells the modes' prefix states apart; `None` if it keeps none.
+    pub(crate) fn prefix_tag(self) -> Option<u8> {
+        match self {
+            Mode::Full => None,
+            Mode::Prefix => Some(1),
+            Mode::Hypic => Some(2),
+        }
+    }
+}
