@@ -1,0 +1,112 @@
+//! `hypic model info`: what a model is and what it costs, from its configuration alone.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use bytesize::ByteSize;
+use clap::Args;
+use hypic_model::{Config, ModelInfo, families};
+use hypic_state::DType;
+use serde_json::{Value, json};
+
+use super::{DTypeChoice, parse_dtype};
+use crate::source::ModelSource;
+
+/// Lengths of bodies for which the size of an entry is told, in tokens.
+const LENGTHS: [usize; 3] = [512, 2048, 8192];
+
+/// Options of `hypic model info`.
+#[derive(Debug, Args)]
+pub(super) struct InfoArgs {
+    /// Checkpoint directory; its config.json is enough [default: the demo model in the program]
+    dir: Option<PathBuf>,
+    /// Dtype of K and V: auto is the one that config.json names
+    #[arg(long, value_name = "auto|f32|bf16", default_value = "auto", value_parser = parse_dtype)]
+    dtype: DTypeChoice,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: InfoArgs) -> Result<()> {
+    let source = ModelSource::new(args.dir);
+    let config = Config::parse(&source.config()?)?;
+    let spec = families::describe(&config)?;
+    let dtype = args
+        .dtype
+        .0
+        .unwrap_or(if names_bf16(&config)? { DType::Bf16 } else { DType::F32 });
+    let info = ModelInfo::of(&spec, dtype);
+    // The anchor needs the tokenizer, which a lone config.json lacks.
+    let text = source.text()?;
+    let anchor = text.as_ref().map(|t| -> Result<_> {
+        let ids = t.turn_anchor().to_vec();
+        let text = t.tokenizer().decode(&ids, true)?;
+        Ok((ids, text))
+    });
+    let anchor = anchor.transpose()?;
+    if args.json {
+        let mut value = serde_json::to_value(&info)?;
+        value["dtype"] = json!(dtype.to_string());
+        value["compose"] = json!(spec.compose.to_string());
+        value["entry_bytes"] = LENGTHS
+            .iter()
+            .map(|&n| (n.to_string(), json!(info.entry_bytes(n))))
+            .collect();
+        value["turn_anchor"] = anchor.map_or(Value::Null, |(ids, text)| json!({"token_ids": ids, "text": text}));
+        value["not_served"] = json!(spec.ignored);
+        println!("{value}");
+        return Ok(());
+    }
+    let size = |bytes: usize| ByteSize(bytes as u64).display().iec().to_string();
+    let row = |name: &str, value: String| println!("{name:<22} {value}");
+    row("model", source.name());
+    row("family", info.family.clone());
+    row(
+        "layers",
+        format!(
+            "{}: {} linear, {} full attention",
+            info.layers, info.linear_layers, info.attention_layers
+        ),
+    );
+    row("parameters", format!("{:.2} million", info.parameters as f64 / 1e6));
+    row("positions", info.max_positions.to_string());
+    row("compose rule", format!("{} (T is {})", spec.compose, info.transition));
+    row(
+        "state of a sequence",
+        format!(
+            "{} + {} per token ({dtype})",
+            size(info.sequence_bytes),
+            size(info.kv_bytes_per_token)
+        ),
+    );
+    let (fixed, operators) = (size(info.entry_recurrent_bytes), size(info.entry_operator_bytes));
+    row(
+        "entry",
+        format!(
+            "at most {fixed} (T {operators}) + {} per token of the body",
+            size(info.kv_bytes_per_token)
+        ),
+    );
+    for n in LENGTHS {
+        row("", format!("{n:>6} tokens: {}", size(info.entry_bytes(n))));
+    }
+    match anchor {
+        Some((ids, text)) if !ids.is_empty() => row("anchor turn", format!("{text:?} {ids:?}")),
+        Some(_) => row("anchor turn", "none".to_string()),
+        None => row("anchor turn", "unknown: no tokenizer.json here".to_string()),
+    }
+    row("not served, if there", spec.ignored.join("*, ") + "*");
+    Ok(())
+}
+
+fn names_bf16(config: &Config) -> Result<bool> {
+    for place in [config.text(), config.clone()] {
+        for key in ["dtype", "torch_dtype"] {
+            if let Some(name) = place.opt_str(key)? {
+                return Ok(name == "bfloat16");
+            }
+        }
+    }
+    Ok(false)
+}

@@ -1,0 +1,117 @@
+//! The command line.
+
+mod generate;
+mod info;
+mod progress;
+mod prompt;
+mod serve;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand};
+use hypic_router::Anchor;
+use hypic_state::DType;
+use tracing_subscriber::EnvFilter;
+
+use crate::assembly::{Local, LocalConfig};
+use crate::source::ModelSource;
+
+/// Serves hybrid-attention language models with position-independent caching: every document of a prompt is
+/// prefilled once and reused at any place of any later prompt.
+#[derive(Debug, Parser)]
+#[command(name = "hypic", version, max_term_width = 120)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve OpenAI's HTTP API and hypic's gRPC API from this machine
+    Serve(serve::ServeArgs),
+    /// Answer one prompt in this process
+    Generate(generate::GenerateArgs),
+    /// Look into models
+    #[command(subcommand)]
+    Model(ModelCommand),
+}
+
+#[derive(Debug, Subcommand)]
+enum ModelCommand {
+    /// Tell a model's family, layers, sizes, and what of it is not served
+    Info(info::InfoArgs),
+}
+
+/// What both `serve` and `generate` load.
+#[derive(Debug, Args)]
+struct ModelArgs {
+    /// Hugging Face checkpoint directory (config.json, safetensors, tokenizer.json) [default: the demo model in the program]
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Compute dtype: auto is the checkpoint's where the CPU has instructions for it, else f32
+    #[arg(long, value_name = "auto|f32|bf16", default_value = "auto", value_parser = parse_dtype)]
+    dtype: DTypeChoice,
+    /// Scatter workers, which share the cores [default: the number of cores, at most 4]
+    #[arg(long, value_name = "N")]
+    workers: Option<usize>,
+    /// Memory for cached entries and prefix states
+    #[arg(long, value_name = "SIZE", default_value = "1GiB")]
+    cache_bytes: bytesize::ByteSize,
+    /// Seam: leading tokens of each segment that are recomputed behind the true prefix
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    seam: u32,
+    /// What stands before a segment in its isolated prefill: the template's opening of a user turn, the rendered
+    /// system message, or nothing
+    #[arg(long, value_name = "none|turn|system", default_value = "turn")]
+    anchor: Anchor,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct DTypeChoice(Option<DType>);
+
+fn parse_dtype(text: &str) -> Result<DTypeChoice, String> {
+    match text {
+        "auto" => Ok(DTypeChoice(None)),
+        "f32" => Ok(DTypeChoice(Some(DType::F32))),
+        "bf16" => Ok(DTypeChoice(Some(DType::Bf16))),
+        other => Err(format!("unknown dtype '{other}': use auto, f32 or bf16")),
+    }
+}
+
+impl ModelArgs {
+    /// Load the model and start all roles; without `with_text` the tokenizer is left alone.
+    fn start(&self, with_text: bool) -> Result<Local> {
+        let source = ModelSource::new(self.model.clone());
+        let mut config = LocalConfig::named(source.name());
+        config.dtype = self.dtype.0;
+        config.workers = self.workers.unwrap_or(config.workers);
+        config.cache_bytes = usize::try_from(self.cache_bytes.as_u64())?;
+        config.router.seam = self.seam as usize;
+        config.router.anchor = self.anchor;
+        let text = if with_text { source.text()? } else { None };
+        let checkpoint = source.checkpoint()?;
+        let progress = progress::Loading::new(&source.name(), checkpoint.tensor_count());
+        let local = Local::start(config, &checkpoint, text, &|tensor| progress.read(tensor))?;
+        progress.done();
+        Ok(local)
+    }
+}
+
+/// Run the program.
+///
+/// # Errors
+/// With a message that names what is wrong and how to mend it.
+pub fn run(cli: Cli) -> Result<()> {
+    let (level, work): (&str, Box<dyn FnOnce() -> Result<()>>) = match cli.command {
+        Command::Serve(args) => ("info", Box::new(move || serve::run(args))),
+        Command::Generate(args) => ("warn", Box::new(move || generate::run(args))),
+        Command::Model(ModelCommand::Info(args)) => ("warn", Box::new(move || info::run(args))),
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    work()
+}
