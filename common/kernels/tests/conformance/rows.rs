@@ -1,0 +1,177 @@
+//! Norms, gates and gathers.
+
+use hypic_kernels::{Backend, Cols, DeviceTensor, Gate};
+use hypic_state::HostTensor;
+
+use crate::support::{Rng, close, dirty, reference, same_bits, slice_rows, values, within};
+
+const TOLERANCE: f64 = 2e-6;
+const ROWS: [usize; 5] = [0, 1, 2, 7, 65];
+const WIDTHS: [usize; 7] = [1, 3, 8, 15, 16, 37, 128];
+
+pub fn gather_matches<B: Backend>(b: &B) {
+    let mut rng = Rng::new(1);
+    for k in WIDTHS {
+        let x = rng.tensor(&[11, k], 1.0);
+        for count in [0, 1, 4, 30] {
+            let index: Vec<usize> = (0..count).map(|_| rng.below(11)).collect();
+            let mut out = dirty(b);
+            b.gather(&b.upload(&x), &index, &mut out);
+            assert_eq!(out.shape(), [count, k]);
+            let want: Vec<f64> = index.iter().flat_map(|&i| slice_rows(&x, i..i + 1).to_f64()).collect();
+            same_bits(
+                &format!("{} gather k={k} index={index:?}", b.kernel_set()),
+                &values(b, &out),
+                &want,
+            );
+        }
+    }
+}
+
+fn rms<B: Backend>(b: &B, x: &HostTensor, weight: &HostTensor, eps: f32) -> Vec<f64> {
+    let mut out = dirty(b);
+    b.rms_norm(&b.upload(x), &b.upload(weight), eps, &mut out);
+    assert_eq!(out.shape(), x.shape());
+    values(b, &out)
+}
+
+fn head<B: Backend>(b: &B, x: &HostTensor, col: usize, heads: usize, weight: &HostTensor) -> Vec<f64> {
+    let mut x = b.upload(x);
+    b.head_norm(&mut x, col, heads, &b.upload(weight), 1e-6);
+    values(b, &x)
+}
+
+fn gated<B: Backend>(b: &B, o: &HostTensor, weight: &HostTensor, g: &HostTensor, col: usize, gate: Gate) -> Vec<f64> {
+    let (g, mut out) = (b.upload(g), dirty(b));
+    b.gated_norm(
+        &b.upload(o),
+        &b.upload(weight),
+        1e-6,
+        Cols::new(&g, col),
+        gate,
+        &mut out,
+    );
+    assert_eq!(out.shape(), o.shape());
+    values(b, &out)
+}
+
+pub fn norms_match<B: Backend>(b: &B) {
+    let r = reference();
+    for (seed, rows) in ROWS.into_iter().enumerate() {
+        for k in WIDTHS {
+            let mut rng = Rng::new(10 + seed as u64);
+            let label = |op: &str| format!("{} {op} rows={rows} k={k}", b.kernel_set());
+            let weight = rng.tensor(&[k], 1.0);
+            for scale in [1e-6, 1e-3, 1.0, 1e4] {
+                let x = rng.tensor(&[rows, k], scale);
+                close(
+                    &label("rms_norm"),
+                    &rms(b, &x, &weight, 1e-6),
+                    &rms(&r, &x, &weight, 1e-6),
+                    TOLERANCE,
+                );
+                // All zeros must stay zeros.
+                let zeros = HostTensor::from_f32([rows, k], &vec![0.0; rows * k]);
+                within(
+                    &label("rms_norm of zeros"),
+                    &rms(b, &zeros, &weight, 1e-6),
+                    &vec![0.0; rows * k],
+                    0.0,
+                );
+            }
+
+            let (heads, col, behind) = (rng.between(1, 5), rng.below(9), rng.below(5));
+            let x = rng.tensor(&[rows, col + heads * k + behind], 1.0);
+            let (got, want) = (head(b, &x, col, heads, &weight), head(&r, &x, col, heads, &weight));
+            close(&label("head_norm"), &got, &want, TOLERANCE);
+            let (all, raw) = (x.shape()[1], x.to_f64());
+            for (i, (g, x)) in got.iter().zip(&raw).enumerate() {
+                let inside = (col..col + heads * k).contains(&(i % all));
+                assert!(
+                    inside || g == x,
+                    "{}: column {} is not the op's",
+                    label("head_norm"),
+                    i % all
+                );
+            }
+
+            for gate in [Gate::Silu, Gate::Sigmoid] {
+                let o = rng.tensor(&[rows, heads * k], 1.0);
+                let g = rng.tensor(&[rows, col + heads * k + behind], 3.0);
+                let want = gated(&r, &o, &weight, &g, col, gate);
+                close(
+                    &label("gated_norm"),
+                    &gated(b, &o, &weight, &g, col, gate),
+                    &want,
+                    TOLERANCE,
+                );
+            }
+        }
+    }
+}
+
+fn silu_mul<B: Backend>(b: &B, x: &HostTensor) -> Vec<f64> {
+    let mut out = dirty(b);
+    b.silu_mul(&b.upload(x), &mut out);
+    assert_eq!(out.shape(), [x.shape()[0], x.shape()[1] / 2]);
+    values(b, &out)
+}
+
+fn gate<B: Backend>(b: &B, x: &HostTensor, g: &HostTensor, col: usize, gate: Gate) -> Vec<f64> {
+    let (mut x, g) = (b.upload(x), b.upload(g));
+    b.gate(&mut x, Cols::new(&g, col), gate);
+    values(b, &x)
+}
+
+/// Gate inputs from the flat ends of the sigmoid to its middle.
+const GATE_SCALES: [f64; 4] = [0.1, 2.0, 30.0, 200.0];
+
+pub fn gates_match<B: Backend>(b: &B) {
+    let r = reference();
+    for (seed, rows) in ROWS.into_iter().enumerate() {
+        for k in WIDTHS {
+            let mut rng = Rng::new(20 + seed as u64);
+            for scale in GATE_SCALES {
+                let label = |op: &str| format!("{} {op} rows={rows} k={k} scale={scale}", b.kernel_set());
+                let x = rng.tensor(&[rows, 2 * k], scale);
+                close(&label("silu_mul"), &silu_mul(b, &x), &silu_mul(&r, &x), TOLERANCE);
+                let (col, behind) = (rng.below(9), rng.below(5));
+                let x = rng.tensor(&[rows, k], 1.0);
+                let g = rng.tensor(&[rows, col + k + behind], scale);
+                for kind in [Gate::Silu, Gate::Sigmoid] {
+                    let want = gate(&r, &x, &g, col, kind);
+                    close(&label("gate"), &gate(b, &x, &g, col, kind), &want, TOLERANCE);
+                }
+            }
+        }
+    }
+}
+
+/// A row's norm and gate do not depend on the rows beside it.
+pub fn rows_steps_are_independent<B: Backend>(b: &B) {
+    for (seed, k) in WIDTHS.into_iter().enumerate() {
+        let mut rng = Rng::new(30 + seed as u64);
+        let rows = 67;
+        let weight = rng.tensor(&[k], 1.0);
+        let (x, g) = (rng.tensor(&[rows, 2 * k], 1.0), rng.tensor(&[rows, 2 * k + 3], 2.0));
+        let weight2 = rng.tensor(&[2 * k], 1.0);
+        let run = |rows: std::ops::Range<usize>| {
+            let (x, g) = (slice_rows(&x, rows.clone()), slice_rows(&g, rows));
+            [
+                rms(b, &x, &weight2, 1e-6),
+                head(b, &x, 0, 2, &weight),
+                gated(b, &x, &weight, &g, 3, Gate::Silu),
+                silu_mul(b, &x),
+                gate(b, &x, &g, 3, Gate::Sigmoid),
+            ]
+        };
+        let whole = run(0..rows);
+        for (start, end) in [(0, 1), (5, 6), (3, 20), (66, 67)] {
+            for (op, (part, whole)) in run(start..end).iter().zip(&whole).enumerate() {
+                let width = whole.len() / rows;
+                let label = format!("{} row op {op} k={k} rows {start}..{end}", b.kernel_set());
+                same_bits(&label, part, &whole[start * width..end * width]);
+            }
+        }
+    }
+}
