@@ -100,15 +100,8 @@ impl<B: Backend> Combiner<B> {
         let (lengths, gauges) = (Lengths::default(), Arc::new(Gauges::default()));
         let info = ModelInfo::of(model.spec(), model.dtype());
         let (fixed, per_token) = (info.sequence_bytes, info.kv_bytes_per_token);
-        let prefix_room = PrefixRoom {
-            fixed,
-            per_token,
-            budget: store_config.capacity_bytes,
-        };
-        let waking = Waking {
-            pending: Arc::new(AtomicBool::new(false)),
-            commands: commands.clone(),
-        };
+        let prefix_room = PrefixRoom { fixed, per_token, budget: store_config.capacity_bytes };
+        let waking = Waking { pending: Arc::new(AtomicBool::new(false)), commands: commands.clone() };
         let id = config.id.clone();
         let device = Device::new(
             config,
@@ -121,18 +114,8 @@ impl<B: Backend> Combiner<B> {
             queue,
             waking,
         );
-        let thread = std::thread::Builder::new()
-            .name(id.clone())
-            .spawn(move || device.run())?;
-        Ok(Combiner {
-            id,
-            store,
-            lengths,
-            commands,
-            gauges,
-            prefix_room,
-            thread: Some(thread),
-        })
+        let thread = std::thread::Builder::new().name(id.clone()).spawn(move || device.run())?;
+        Ok(Combiner { id, store, lengths, commands, gauges, prefix_room, thread: Some(thread) })
     }
 
     /// What it has to do now.
@@ -156,19 +139,11 @@ impl<B: Backend> Combine for Combiner<B> {
 
     fn prefix(&self, keys: &[PrefixKey]) -> Option<PrefixHit> {
         let (index, state) = self.store.longest_prefix(keys.iter().copied())?;
-        Some(PrefixHit {
-            index,
-            tokens: state.tokens,
-            exact: state.exact,
-            hold: state,
-        })
+        Some(PrefixHit { index, tokens: state.tokens, exact: state.exact, hold: state })
     }
 
     fn prefix_room(&self, tokens: usize) -> (usize, usize) {
-        (
-            self.prefix_room.fixed + tokens * self.prefix_room.per_token,
-            self.prefix_room.budget,
-        )
+        (self.prefix_room.fixed + tokens * self.prefix_room.per_token, self.prefix_room.budget)
     }
 
     fn generate(&self, plan: Plan) {

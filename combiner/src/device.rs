@@ -182,9 +182,7 @@ impl<B: Backend> Device<B> {
         match command {
             Command::Generate(plan) if self.waiting.len() >= self.config.max_waiting => {
                 let waiting = self.waiting.len();
-                _ = plan
-                    .events
-                    .send(GenerationEvent::Failed(CombineError::Overloaded { waiting }));
+                _ = plan.events.send(GenerationEvent::Failed(CombineError::Overloaded { waiting }));
             }
             Command::Generate(plan) => self.waiting.push_back(*plan),
             Command::Wake => self.waking.pending.store(false, Ordering::Release),
@@ -195,21 +193,14 @@ impl<B: Backend> Device<B> {
     /// End what was cancelled, or is too late.
     fn end_unwanted(&mut self) {
         let now = Instant::now();
-        let ended: Vec<(u64, CombineError)> = self
-            .requests
-            .iter()
-            .filter_map(|(&id, r)| r.ending(now).map(|why| (id, why)))
-            .collect();
+        let ended: Vec<(u64, CombineError)> =
+            self.requests.iter().filter_map(|(&id, r)| r.ending(now).map(|why| (id, why))).collect();
         for (id, why) in ended {
             self.fail(id, why);
         }
         self.waiting.retain(|plan| {
             let late = plan.deadline.is_some_and(|d| d <= now);
-            let why = if late {
-                CombineError::Deadline
-            } else {
-                CombineError::Cancelled
-            };
+            let why = if late { CombineError::Deadline } else { CombineError::Cancelled };
             let unwanted = late || plan.cancel.is_cancelled() || plan.events.is_closed();
             if unwanted {
                 _ = plan.events.send(GenerationEvent::Failed(why));
@@ -239,15 +230,7 @@ impl<B: Backend> Device<B> {
             let id = self.next_id;
             self.next_id += 1;
             let chunk = self.config.chunk_rows;
-            let prompt = Prompt::new(
-                id,
-                &plan,
-                &self.backend,
-                &self.model,
-                &self.exchange,
-                &self.waker,
-                chunk,
-            );
+            let prompt = Prompt::new(id, &plan, &self.backend, &self.model, &self.exchange, &self.waker, chunk);
             let open = plan.choices.len();
             let request = Request { plan, open };
             match prompt {
@@ -267,11 +250,7 @@ impl<B: Backend> Device<B> {
     fn publish_load(&self) {
         self.gauges.waiting.store(self.waiting.len(), Ordering::Relaxed);
         self.gauges.sequences.store(self.sequences(), Ordering::Relaxed);
-        let answers = self
-            .answers
-            .iter()
-            .filter_map(|a| a.state.as_ref())
-            .map(RunningState::bytes);
+        let answers = self.answers.iter().filter_map(|a| a.state.as_ref()).map(RunningState::bytes);
         let bytes = answers.chain(self.prompts.iter().map(Prompt::state_bytes)).sum();
         self.gauges.state_bytes.store(bytes, Ordering::Relaxed);
     }
@@ -372,14 +351,12 @@ impl<B: Backend> Device<B> {
             return Ok(Step::Layer);
         }
         let pass = prompt.pass.take().expect("it was under way");
+        self.requests[&id].tell(GenerationEvent::Rows(pass.rows()));
         let mut output = pass.finish(&self.backend, &self.model, &mut self.prompt_ws);
         prompt.busy += begun.elapsed();
         let sequence = output.sequences.pop().expect("one sequence");
         let last = prompt.is_last_pass();
-        let logits = output
-            .logits
-            .filter(|_| last)
-            .map(|l| self.backend.download(&l).to_f32());
+        let logits = output.logits.filter(|_| last).map(|l| self.backend.download(&l).to_f32());
         let sequence = self.keep_saved(prompt, sequence, last);
         match logits {
             Some(logits) => {
@@ -402,8 +379,7 @@ impl<B: Backend> Device<B> {
             let Save { point, exact } = prompt.saves.pop_front().expect("a point for each state");
             debug_assert_eq!(frozen.position(), point.position as i64);
             let state = PrefixState::new(frozen, point.position, exact, &self.lengths, request.plan.root);
-            self.store
-                .put_prefix(point.key, Arc::new(state), point.kind, prompt.busy);
+            self.store.put_prefix(point.key, Arc::new(state), point.kind, prompt.busy);
         }
         sequence
     }
@@ -446,20 +422,12 @@ impl<B: Backend> Device<B> {
     /// Sample an answer's next token; false if it was the last one.
     fn take_token(&mut self, answer: &mut Decoding<B>, logits: &[f32]) -> Result<bool, CombineError> {
         let sampled = answer.sampler.sample(logits);
-        let sampled = sampled.map_err(|e| CombineError::Sampling {
-            field: e.field,
-            message: e.message,
-        })?;
+        let sampled = sampled.map_err(|e| CombineError::Sampling { field: e.field, message: e.message })?;
         let (id, choice) = (answer.request, answer.choice);
         answer.last = sampled.token;
         let plan = &self.requests[&id].plan;
         let (logprob, top) = sampled.logprobs.map_or((None, Vec::new()), |l| (Some(l.chosen), l.top));
-        _ = plan.events.send(GenerationEvent::Token(TokenEvent {
-            choice,
-            token: sampled.token,
-            logprob,
-            top,
-        }));
+        _ = plan.events.send(GenerationEvent::Token(TokenEvent { choice, token: sampled.token, logprob, top }));
         let end = if plan.eos.contains(&sampled.token) {
             ChoiceEnd::Eos
         } else if answer.sampler.generated() >= plan.max_tokens as u64 {
@@ -499,10 +467,7 @@ impl<B: Backend> Device<B> {
             }
         };
         let vocab = self.model.spec().vocab;
-        let logits = self
-            .backend
-            .download(&output.logits.expect("every answer wants logits"))
-            .to_f32();
+        let logits = self.backend.download(&output.logits.expect("every answer wants logits")).to_f32();
         let mut failed = Vec::new();
         let answers = std::mem::take(&mut self.answers);
         for ((mut answer, sequence), logits) in answers.into_iter().zip(output.sequences).zip(logits.chunks(vocab)) {
@@ -521,9 +486,7 @@ impl<B: Backend> Device<B> {
 
     fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> CombineError {
         let text = panic.downcast_ref::<&str>().copied();
-        let text = text
-            .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-            .unwrap_or("unknown panic");
+        let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic");
         error!(combiner = %self.config.id, reason = text, "a pass panicked");
         CombineError::Internal(text.to_string())
     }

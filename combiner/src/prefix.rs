@@ -24,12 +24,7 @@ pub struct PrefixState<B: Backend> {
 
 impl<B: Backend> PrefixState<B> {
     pub(crate) fn new(frozen: FrozenState<B>, tokens: usize, exact: usize, lengths: &Lengths, root: PrefixKey) -> Self {
-        PrefixState {
-            frozen,
-            tokens,
-            exact,
-            _listed: lengths.list(root, tokens),
-        }
+        PrefixState { frozen, tokens, exact, _listed: lengths.list(root, tokens) }
     }
 }
 
@@ -48,20 +43,12 @@ pub(crate) struct Lengths {
 impl Lengths {
     fn list(&self, root: PrefixKey, tokens: usize) -> Listing {
         *self.book.lock().entry(root).or_default().entry(tokens).or_default() += 1;
-        Listing {
-            lengths: self.clone(),
-            root,
-            tokens,
-        }
+        Listing { lengths: self.clone(), root, tokens }
     }
 
     /// The lengths of prompts whose chain begins with `root`, ascending.
     pub fn of(&self, root: PrefixKey) -> Vec<usize> {
-        self.book
-            .lock()
-            .get(&root)
-            .map(|counts| counts.keys().copied().collect())
-            .unwrap_or_default()
+        self.book.lock().get(&root).map(|counts| counts.keys().copied().collect()).unwrap_or_default()
     }
 }
 

@@ -61,12 +61,7 @@ impl<B: Backend> Prompt<B> {
                         .receive(transfer, waker.clone())
                         .ok_or_else(|| CombineError::Segment("its transfer was closed before it began".to_string()))?;
                     let tokens = segment.tokens.len() - seam;
-                    items.jump(Jump {
-                        source: Arc::new(source),
-                        tokens,
-                        origin,
-                        rule: plan.rule,
-                    });
+                    items.jump(Jump { source: Arc::new(source), tokens, origin, rule: plan.rule });
                 }
             }
         }
@@ -77,15 +72,7 @@ impl<B: Backend> Prompt<B> {
         }
         let Items { items, saves, .. } = items;
         let passes = split_items(items, chunk_rows).into();
-        Ok(Prompt {
-            request,
-            passes,
-            pass: None,
-            state: Some(state),
-            saves,
-            busy: Duration::ZERO,
-            begun: false,
-        })
+        Ok(Prompt { request, passes, pass: None, state: Some(state), saves, busy: Duration::ZERO, begun: false })
     }
 
     /// Begin the next pass, if none is under way.
@@ -95,17 +82,8 @@ impl<B: Backend> Prompt<B> {
         }
         let items = self.passes.pop_front().expect("a prompt ends with its last pass");
         let state = self.state.take().expect("a state between passes");
-        let logits = if self.passes.is_empty() {
-            Logits::Last
-        } else {
-            Logits::None
-        };
-        self.pass = Some(Pass::new(vec![Sequence {
-            state,
-            items,
-            capture: None,
-            logits,
-        }]));
+        let logits = if self.passes.is_empty() { Logits::Last } else { Logits::None };
+        self.pass = Some(Pass::new(vec![Sequence { state, items, capture: None, logits }]));
     }
 
     /// Keep the state for the next pass.
@@ -185,10 +163,7 @@ impl<B: Backend> Items<B> {
             debug_assert_eq!(point.position, self.position);
             if point.position == self.position {
                 self.items.push(Item::Save);
-                self.saves.push_back(Save {
-                    point,
-                    exact: self.exact.min(point.position),
-                });
+                self.saves.push_back(Save { point, exact: self.exact.min(point.position) });
             }
         }
     }

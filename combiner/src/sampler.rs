@@ -59,14 +59,7 @@ impl Sampler {
             1.0 => HashMap::new(),
             _ => prompt_token_ids.map(|token| (token, 0)).collect(),
         };
-        Sampler {
-            config,
-            seen,
-            index: 0,
-            modified: Vec::new(),
-            candidates: Vec::new(),
-            weights: Vec::new(),
-        }
+        Sampler { config, seen, index: 0, modified: Vec::new(), candidates: Vec::new(), weights: Vec::new() }
     }
 
     /// Take up an answer that already has these further tokens: what follows is what would have followed.
@@ -93,11 +86,7 @@ impl Sampler {
                 false => (logits, likeliest),
             };
             let greedy = self.config.temperature == 0.0;
-            Ok(if greedy {
-                likeliest.0
-            } else {
-                self.draw(logits, likeliest.1)
-            })
+            Ok(if greedy { likeliest.0 } else { self.draw(logits, likeliest.1) })
         });
         self.modified = modified;
         let token = chosen?;
@@ -108,12 +97,7 @@ impl Sampler {
 
     fn record(&mut self, token: u32) {
         self.index += 1;
-        let SamplingParams {
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            ..
-        } = self.config;
+        let SamplingParams { presence_penalty, frequency_penalty, repetition_penalty, .. } = self.config;
         if presence_penalty != 0.0 || frequency_penalty != 0.0 || repetition_penalty != 1.0 {
             *self.seen.entry(token).or_default() += 1;
         }
@@ -130,22 +114,13 @@ impl Sampler {
         for &(token, bias) in &self.config.logit_bias {
             modified[token as usize] += bias;
         }
-        let SamplingParams {
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            ..
-        } = self.config;
+        let SamplingParams { presence_penalty, frequency_penalty, repetition_penalty, .. } = self.config;
         for (&token, &count) in &self.seen {
             // A prompt may hold ids beyond the logits (padding of the embedding); they cannot be chosen anyway.
             let Some(logit) = modified.get_mut(token as usize) else {
                 continue;
             };
-            *logit = if *logit > 0.0 {
-                *logit / repetition_penalty
-            } else {
-                *logit * repetition_penalty
-            };
+            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
             if count > 0 {
                 *logit -= presence_penalty + frequency_penalty * count as f32;
             }
@@ -156,15 +131,7 @@ impl Sampler {
     /// Draw from the softmax of `logits` / temperature, filtered. Weights are relative to the likeliest token's, which
     /// makes the normaliser irrelevant and keeps tiny temperatures from overflowing.
     fn draw(&mut self, logits: &[f32], largest: f32) -> u32 {
-        let SamplingParams {
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            choice,
-            ..
-        } = self.config;
+        let SamplingParams { temperature, top_k, top_p, min_p, seed, choice, .. } = self.config;
         let weight = |token: u32| ((logits[token as usize] as f64 - largest as f64) / temperature as f64).exp();
         let likelier = |a: &u32, b: &u32| likelier(logits, *a, *b);
         let candidates = &mut self.candidates;
@@ -218,14 +185,8 @@ impl Sampler {
         }
         candidates.truncate(top);
         candidates.sort_unstable_by(likelier);
-        let possible = candidates
-            .iter()
-            .map(|&token| (token, logprob(token)))
-            .filter(|(_, p)| p.is_finite());
-        SampledLogprobs {
-            chosen: logprob(token),
-            top: possible.collect(),
-        }
+        let possible = candidates.iter().map(|&token| (token, logprob(token))).filter(|(_, p)| p.is_finite());
+        SampledLogprobs { chosen: logprob(token), top: possible.collect() }
     }
 }
 
@@ -240,10 +201,7 @@ fn largest_finite(logits: &[f32]) -> Result<(u32, f32), SamplingError> {
     let mut best = (0, f32::NEG_INFINITY);
     for (token, &logit) in logits.iter().enumerate() {
         if logit.is_nan() || logit == f32::INFINITY {
-            return Err(SamplingError::new(
-                "logits",
-                format!("the logit of token {token} is {logit}"),
-            ));
+            return Err(SamplingError::new("logits", format!("the logit of token {token} is {logit}")));
         }
         if logit > best.1 {
             best = (token as u32, logit);

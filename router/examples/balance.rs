@@ -33,9 +33,7 @@ impl Numbers {
 type Draw = fn(&mut Numbers) -> Vec<usize>;
 
 fn log_normal(numbers: &mut Numbers, segments: usize) -> Vec<usize> {
-    (0..segments)
-        .map(|_| numbers.log_normal(500.0, 2.5).clamp(16.0, 32_768.0) as usize)
-        .collect()
+    (0..segments).map(|_| numbers.log_normal(500.0, 2.5).clamp(16.0, 32_768.0) as usize).collect()
 }
 
 const DRAWS: [(&str, Draw); 4] = [
@@ -45,9 +43,7 @@ const DRAWS: [(&str, Draw); 4] = [
     // A long document after every three short ones: the period that round robin cannot see.
     ("32 segments, every fourth long", |numbers| {
         let length = |segment: usize| if segment % 4 == 3 { 2_048.0 } else { 256.0 };
-        (0..32)
-            .map(|segment| (length(segment) * (0.75 + 0.5 * numbers.next())) as usize)
-            .collect()
+        (0..32).map(|segment| (length(segment) * (0.75 + 0.5 * numbers.next())) as usize).collect()
     }),
 ];
 
@@ -61,10 +57,7 @@ fn main() {
         }
     };
     // At 8k tokens the attention takes as long as all else.
-    let speed = Speed {
-        linear: 1e-4,
-        quadratic: 1e-4 / 8_192.0,
-    };
+    let speed = Speed { linear: 1e-4, quadratic: 1e-4 / 8_192.0 };
     println!("{workers} workers, {PROMPTS} prompts each; speed-up over one worker (mean)\n");
     println!("| prompt | LPT | round robin | at best | LPT over the lower bound: mean, worst |");
     println!("|---|---|---|---|---|");
@@ -80,10 +73,7 @@ fn main() {
             let lpt = lpt(&tokens, workers, speed);
             let in_turn = (0..workers).map(|worker| times.iter().skip(worker).step_by(workers).sum());
             let round_robin = in_turn.fold(0.0, f64::max);
-            for (sum, value) in sums
-                .iter_mut()
-                .zip([alone / lpt, alone / round_robin, alone / bound, lpt / bound])
-            {
+            for (sum, value) in sums.iter_mut().zip([alone / lpt, alone / round_robin, alone / bound, lpt / bound]) {
                 *sum += value / PROMPTS as f64;
             }
             worst = worst.max(lpt / bound);
@@ -95,19 +85,10 @@ fn main() {
 
 /// Makespan in seconds.
 fn lpt(tokens: &[usize], workers: usize, speed: Speed) -> f64 {
-    let balancer = Balancer::new(SpeedConfig {
-        prior: speed,
-        ..SpeedConfig::default()
-    });
+    let balancer = Balancer::new(SpeedConfig { prior: speed, ..SpeedConfig::default() });
     (0..workers).for_each(|worker| balancer.add_worker(format!("worker-{worker}")).expect("names differ"));
     let _charges = balancer.assign(tokens).expect("there is a worker");
-    balancer
-        .loads()
-        .iter()
-        .map(|load| load.backlog)
-        .max()
-        .unwrap_or(Duration::ZERO)
-        .as_secs_f64()
+    balancer.loads().iter().map(|load| load.backlog).max().unwrap_or(Duration::ZERO).as_secs_f64()
 }
 
 /// No assignment is faster: some worker has at least the mean, one has the longest, and of the longest m + 1 segments
@@ -116,8 +97,6 @@ fn lower_bound(times: &[f64], workers: usize) -> f64 {
     let mut longest_first = times.to_vec();
     longest_first.sort_by(|a, b| b.total_cmp(a));
     let mean = times.iter().sum::<f64>() / workers as f64;
-    let pair = longest_first
-        .get(workers)
-        .map_or(0.0, |next| longest_first[workers - 1] + next);
+    let pair = longest_first.get(workers).map_or(0.0, |next| longest_first[workers - 1] + next);
     mean.max(longest_first.first().copied().unwrap_or(0.0)).max(pair)
 }

@@ -17,8 +17,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use crate::api::{
-    Delta, Error, ErrorKind, Event, FinishReason, Report, SegmentReport, SegmentSource, Timings, TokenLogprob,
-    TokenLogprobs, Usage,
+    Delta, Error, ErrorKind, Event, FinishReason, Progress, Report, SegmentReport, SegmentSource, Timings,
+    TokenLogprob, TokenLogprobs, Usage,
 };
 use crate::balance::{Balancer, WorkerId};
 use crate::plan::{Planned, PlannedJob, PlannedSegment, SegmentKind};
@@ -39,15 +39,9 @@ struct ChoiceText {
 
 impl TextSide {
     pub fn new(text: Option<&Arc<TextPipeline>>, stops: &StopMatcher, choices: usize) -> Self {
-        let choice = || ChoiceText {
-            detokenizer: text.map(|t| t.detokenizer()),
-            stops: stops.clone(),
-            finished: false,
-        };
-        TextSide {
-            text: text.cloned(),
-            choices: (0..choices).map(|_| choice()).collect(),
-        }
+        let choice =
+            || ChoiceText { detokenizer: text.map(|t| t.detokenizer()), stops: stops.clone(), finished: false };
+        TextSide { text: text.cloned(), choices: (0..choices).map(|_| choice()).collect() }
     }
 
     /// What a token adds, and whether a stop text is complete.
@@ -67,12 +61,7 @@ impl TextSide {
             top: token.top.iter().map(|&(id, logprob)| self.named(id, logprob)).collect(),
         });
         let choice = token.choice as u32;
-        let delta = Delta {
-            choice,
-            text,
-            token_ids: vec![token.token],
-            logprobs: logprobs.into_iter().collect(),
-        };
+        let delta = Delta { choice, text, token_ids: vec![token.token], logprobs: logprobs.into_iter().collect() };
         Ok((delta, stopped))
     }
 
@@ -87,24 +76,13 @@ impl TextSide {
         if rest.stop.is_none() {
             text.push_str(&state.stops.finish().text);
         }
-        let delta = Delta {
-            choice: choice as u32,
-            text: Some(text),
-            ..Delta::default()
-        };
-        Ok((
-            delta.text.as_ref().is_some_and(|t| !t.is_empty()).then_some(delta),
-            rest.stop.is_some(),
-        ))
+        let delta = Delta { choice: choice as u32, text: Some(text), ..Delta::default() };
+        Ok((delta.text.as_ref().is_some_and(|t| !t.is_empty()).then_some(delta), rest.stop.is_some()))
     }
 
     fn named(&self, token_id: u32, logprob: f32) -> TokenLogprob {
         let bytes = self.text.as_ref().map(|t| t.tokenizer().token_bytes(token_id));
-        TokenLogprob {
-            token_id,
-            logprob,
-            bytes,
-        }
+        TokenLogprob { token_id, logprob, bytes }
     }
 }
 
@@ -126,6 +104,7 @@ pub(crate) struct Running {
     arrived: Instant,
     usage: Usage,
     times: Times,
+    progress: Progress,
 }
 
 #[derive(Default)]
@@ -144,25 +123,18 @@ impl Running {
         balancer: &Balancer,
         attempts: usize,
         text: TextSide,
+        progress: Progress,
     ) -> Self {
-        let Planned {
-            mut plan,
-            jobs,
-            segments,
-            query,
-            transfers,
-        } = planned;
+        let Planned { mut plan, jobs, segments, query, transfers } = planned;
         plan.events = events;
-        let mut usage = Usage {
-            prompt_tokens: query as u64,
-            ..Usage::default()
-        };
+        let mut usage = Usage { prompt_tokens: query as u64, ..Usage::default() };
         usage.prompt_tokens += segments.iter().map(|s| s.tokens as u64).sum::<u64>();
         if let Some(hit) = &plan.resume {
             usage.exact_tokens = hit.exact as u64;
             usage.composed_tokens = (hit.tokens - hit.exact) as u64;
         }
         usage.computed_tokens = plan.query.len() as u64;
+        progress.add(plan.resume.as_ref().map_or(0, |hit| hit.tokens));
         let mut running = Running {
             jobs: FuturesUnordered::new(),
             tries: vec![0; transfers.len()],
@@ -177,6 +149,7 @@ impl Running {
             arrived: plan.arrived,
             usage,
             times: Times::default(),
+            progress,
         };
         running.fleet.combine.generate(plan);
         for job in jobs {
@@ -238,6 +211,7 @@ impl Running {
                     charge.complete(busy);
                 }
                 self.outcomes[job.segment] = Some((outcome, worker));
+                self.progress.add(job.job.tokens.len() - job.job.seam);
                 return;
             }
             Err(error) => error,
@@ -251,21 +225,11 @@ impl Running {
             return self.transfers[job.transfer].fail(&reason);
         }
         let rows = [job.job.tokens.len() + job.job.anchor.len()];
-        let elsewhere = self
-            .balancer
-            .assign_excluding(&rows, &[WorkerId::from(worker.as_str())]);
+        let elsewhere = self.balancer.assign_excluding(&rows, &[WorkerId::from(worker.as_str())]);
         // With no other worker the same one may do better.
-        let assignment = elsewhere
-            .or_else(|_| self.balancer.assign(&rows))
-            .ok()
-            .and_then(|mut a| a.pop());
+        let assignment = elsewhere.or_else(|_| self.balancer.assign(&rows)).ok().and_then(|mut a| a.pop());
         if let Some(assignment) = assignment {
-            job.worker = self
-                .fleet
-                .scatter
-                .iter()
-                .find(|w| w.id() == assignment.worker.as_str())
-                .cloned();
+            job.worker = self.fleet.scatter.iter().find(|w| w.id() == assignment.worker.as_str()).cloned();
             job.charge = Some(assignment.charge);
         }
         self.dispatch(job);
@@ -275,6 +239,7 @@ impl Running {
     async fn generated(&mut self, event: GenerationEvent, client: &mpsc::Sender<Event>) -> Result<bool, Error> {
         match event {
             GenerationEvent::Started(at) => self.times.began = Some(at),
+            GenerationEvent::Rows(rows) => self.progress.add(rows),
             GenerationEvent::Composed(busy) => self.times.compose = busy,
             GenerationEvent::Token(token) => {
                 self.times.first_token.get_or_insert_with(Instant::now);
@@ -311,12 +276,7 @@ impl Running {
 
     async fn finish(&mut self, choice: usize, reason: FinishReason, client: &mpsc::Sender<Event>) {
         self.text.choices[choice].finished = true;
-        _ = client
-            .send(Event::Finished {
-                choice: choice as u32,
-                reason,
-            })
-            .await;
+        _ = client.send(Event::Finished { choice: choice as u32, reason }).await;
     }
 
     fn report(&mut self) -> Report {
@@ -340,12 +300,7 @@ impl Running {
                     usage.seam_tokens += seam as u64;
                     let body = tokens - seam as u64;
                     match outcome {
-                        Some((
-                            JobOutcome {
-                                source: JobSource::Computed { started, ended, .. },
-                            },
-                            by,
-                        )) => {
+                        Some((JobOutcome { source: JobSource::Computed { started, ended, .. } }, by)) => {
                             first = first.into_iter().chain([*started]).min();
                             last = last.max(Some(*ended));
                             usage.computed_tokens += body;
@@ -360,12 +315,7 @@ impl Running {
                     }
                 }
             };
-            segments.push(SegmentReport {
-                tokens,
-                reused,
-                source,
-                worker,
-            });
+            segments.push(SegmentReport { tokens, reused, source, worker });
         }
         debug_assert_eq!(
             usage.exact_tokens + usage.composed_tokens + usage.seam_tokens + usage.computed_tokens,
@@ -382,11 +332,7 @@ impl Running {
             total: ms(self.arrived.elapsed()),
         };
         debug!(?usage, ?timings, "request done");
-        Report {
-            usage,
-            segments,
-            timings_ms: timings,
-        }
+        Report { usage, segments, timings_ms: timings }
     }
 }
 

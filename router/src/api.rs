@@ -1,6 +1,8 @@
 //! What a client asks and what it gets back, free of any protocol. HTTP, gRPC and the command line
 //! are translations of these types.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hypic_state::ComposeRule;
@@ -164,6 +166,24 @@ pub struct Sampling {
 pub struct Answer {
     /// The events, in order.
     pub events: mpsc::Receiver<Event>,
+    /// How far the prompt is.
+    pub progress: Progress,
+}
+
+/// How much of a prompt is prefilled: a view that goes on being updated.
+#[derive(Clone, Debug, Default)]
+pub struct Progress(Arc<AtomicU64>);
+
+impl Progress {
+    /// Tokens of the prompt that are done, reused ones included.
+    pub fn tokens(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// So many more are done.
+    pub(crate) fn add(&self, tokens: usize) {
+        self.0.fetch_add(tokens as u64, Ordering::Relaxed);
+    }
 }
 
 /// Something that a client may want to hear of.
@@ -354,20 +374,12 @@ pub enum ErrorKind {
 impl Error {
     /// A failure of the given kind.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Error {
-            kind,
-            message: message.into(),
-            param: None,
-        }
+        Error { kind, message: message.into(), param: None }
     }
 
     /// A wrong field.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
-        Error {
-            kind: ErrorKind::Invalid,
-            message: message.into(),
-            param: Some(param.into()),
-        }
+        Error { kind: ErrorKind::Invalid, message: message.into(), param: Some(param.into()) }
     }
 }
 

@@ -48,10 +48,8 @@ impl ApiKeys {
     /// # Errors
     /// If the file cannot be read, has no keys, or has one that cannot stand in a header.
     pub fn from_file(path: &Path) -> Result<Self, KeyFileError> {
-        let text = std::fs::read_to_string(path).map_err(|source| KeyFileError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
+        let text =
+            std::fs::read_to_string(path).map_err(|source| KeyFileError::Read { path: path.to_owned(), source })?;
         let mut hashes = Vec::new();
         for (index, line) in text.lines().enumerate() {
             let key = line.trim();
@@ -59,10 +57,7 @@ impl ApiKeys {
                 continue;
             }
             if !key.bytes().all(|b| b.is_ascii_graphic()) {
-                return Err(KeyFileError::Malformed {
-                    path: path.to_owned(),
-                    line: index + 1,
-                });
+                return Err(KeyFileError::Malformed { path: path.to_owned(), line: index + 1 });
             }
             hashes.push(blake3::hash(key.as_bytes()));
         }
@@ -85,14 +80,9 @@ impl ApiKeys {
         };
         let given = blake3::hash(key);
         // Every key is compared, whichever matches.
-        let known = self.hashes.iter().fold(subtle::Choice::from(0), |found, h| {
-            found | h.as_bytes().ct_eq(given.as_bytes())
-        });
-        if bool::from(known) {
-            Ok(())
-        } else {
-            Err(refused("the API key is not known"))
-        }
+        let known =
+            self.hashes.iter().fold(subtle::Choice::from(0), |found, h| found | h.as_bytes().ct_eq(given.as_bytes()));
+        if bool::from(known) { Ok(()) } else { Err(refused("the API key is not known")) }
     }
 }
 
@@ -130,15 +120,7 @@ mod tests {
         for good in ["Bearer alpha", "bearer beta", "BEARER  alpha "] {
             keys.check(Some(good.as_bytes())).expect(good);
         }
-        for bad in [
-            "Bearer alph",
-            "Bearer alphaa",
-            "Bearer # staff",
-            "Bearer ",
-            "Basic alpha",
-            "alpha",
-            "",
-        ] {
+        for bad in ["Bearer alph", "Bearer alphaa", "Bearer # staff", "Bearer ", "Basic alpha", "alpha", ""] {
             let error = keys.check(Some(bad.as_bytes())).expect_err(bad);
             assert_eq!(error.kind, ErrorKind::Unauthenticated);
             assert!(!error.message.contains("alpha"), "a key in an error");

@@ -121,15 +121,8 @@ impl Balancer {
     /// A balancer without workers.
     pub fn new(config: SpeedConfig) -> Self {
         let pooled = SpeedModel::new(&config);
-        let fleet = Fleet {
-            config,
-            workers: BTreeMap::new(),
-            next: Incarnation(0),
-            pooled,
-        };
-        Balancer {
-            fleet: Arc::new(Mutex::new(fleet)),
-        }
+        let fleet = Fleet { config, workers: BTreeMap::new(), next: Incarnation(0), pooled };
+        Balancer { fleet: Arc::new(Mutex::new(fleet)) }
     }
 
     /// Make a worker known, idle.
@@ -145,15 +138,7 @@ impl Balancer {
         let incarnation = fleet.next;
         fleet.next = Incarnation(incarnation.0 + 1);
         let model = SpeedModel::new(&fleet.config);
-        fleet.workers.insert(
-            incarnation,
-            Worker {
-                id,
-                backlog: 0,
-                segments: 0,
-                model,
-            },
-        );
+        fleet.workers.insert(incarnation, Worker { id, backlog: 0, segments: 0, model });
         Ok(())
     }
 
@@ -189,25 +174,11 @@ impl Balancer {
         for segment in longest_first {
             let Some((incarnation, nanos)) = fleet.first_to_finish(tokens[segment], excluded) else {
                 let known = fleet.workers.len();
-                let excluded = fleet
-                    .workers
-                    .values()
-                    .filter(|worker| excluded.contains(&worker.id))
-                    .count();
-                debug_assert!(
-                    placed.is_empty(),
-                    "the choice of workers does not change under the lock"
-                );
-                return Err(BalanceError::NoWorker {
-                    segments: tokens.len(),
-                    known,
-                    excluded,
-                });
+                let excluded = fleet.workers.values().filter(|worker| excluded.contains(&worker.id)).count();
+                debug_assert!(placed.is_empty(), "the choice of workers does not change under the lock");
+                return Err(BalanceError::NoWorker { segments: tokens.len(), known, excluded });
             };
-            let worker = fleet
-                .workers
-                .get_mut(&incarnation)
-                .expect("chosen from these workers under the same lock");
+            let worker = fleet.workers.get_mut(&incarnation).expect("chosen from these workers under the same lock");
             worker.backlog += nanos as u128;
             worker.segments += 1;
             placed.push((segment, worker.id.clone(), incarnation, nanos));
@@ -215,18 +186,8 @@ impl Balancer {
         drop(fleet);
 
         let assignments = placed.into_iter().map(|(segment, worker, incarnation, nanos)| {
-            let charge = Charge {
-                fleet: self.fleet.clone(),
-                incarnation,
-                tokens: tokens[segment],
-                nanos,
-            };
-            Assignment {
-                segment,
-                worker,
-                estimate: charge.estimate(),
-                charge,
-            }
+            let charge = Charge { fleet: self.fleet.clone(), incarnation, tokens: tokens[segment], nanos };
+            Assignment { segment, worker, estimate: charge.estimate(), charge }
         });
         Ok(assignments.collect())
     }
@@ -254,11 +215,7 @@ impl Balancer {
 
 impl Fleet {
     fn speed(&self, worker: &Worker) -> Speed {
-        let model = if worker.model.measured() > 0 {
-            &worker.model
-        } else {
-            &self.pooled
-        };
+        let model = if worker.model.measured() > 0 { &worker.model } else { &self.pooled };
         model.speed()
     }
 
@@ -308,10 +265,7 @@ impl Drop for Charge {
         let Some(worker) = fleet.workers.get_mut(&self.incarnation) else {
             return;
         };
-        debug_assert!(
-            worker.backlog >= self.nanos as u128 && worker.segments > 0,
-            "charged before it is given back"
-        );
+        debug_assert!(worker.backlog >= self.nanos as u128 && worker.segments > 0, "charged before it is given back");
         worker.backlog = worker.backlog.saturating_sub(self.nanos as u128);
         worker.segments = worker.segments.saturating_sub(1);
     }
@@ -320,10 +274,7 @@ impl Drop for Charge {
 impl fmt::Debug for Charge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Charge");
-        debug
-            .field("tokens", &self.tokens)
-            .field("estimate", &self.estimate())
-            .finish_non_exhaustive()
+        debug.field("tokens", &self.tokens).field("estimate", &self.estimate()).finish_non_exhaustive()
     }
 }
 

@@ -128,11 +128,7 @@ pub async fn bind(config: FrontConfig) -> Result<Front, BindError> {
 }
 
 async fn listen(address: SocketAddr, protocol: &'static str) -> Result<Bound, BindError> {
-    let failed = |source| BindError {
-        address,
-        protocol,
-        source,
-    };
+    let failed = |source| BindError { address, protocol, source };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     Ok(Bound { listener, address })
@@ -198,10 +194,7 @@ async fn finished<T: 'static>(tasks: &mut JoinSet<T>) {
 
 fn connections(config: &FrontConfig) -> Builder<TokioExecutor> {
     let mut builder = Builder::new(TokioExecutor::new());
-    builder
-        .http1()
-        .timer(TokioTimer::new())
-        .header_read_timeout(config.read_timeout);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(config.read_timeout);
     builder
         .http2()
         .timer(TokioTimer::new())

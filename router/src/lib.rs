@@ -16,9 +16,9 @@ mod running;
 mod validate;
 
 pub use api::{
-    Anchor, Answer, Delta, Engine, Error, ErrorKind, Event, FinishReason, Message, Mode, ModelCard, Part, Prompt,
-    PromptOptions, Report, Request, Sampling, SegmentReport, SegmentSource, Timings, TokenLogprob, TokenLogprobs,
-    Usage,
+    Anchor, Answer, Delta, Engine, Error, ErrorKind, Event, FinishReason, Message, Mode, ModelCard, Part, Progress,
+    Prompt, PromptOptions, Report, Request, Sampling, SegmentReport, SegmentSource, Timings, TokenLogprob,
+    TokenLogprobs, Usage,
 };
 pub use auth::{ApiKeys, KeyFileError};
 pub use balance::{Assignment, BalanceError, Balancer, Charge, Speed, SpeedConfig, WorkerId, WorkerLoad};

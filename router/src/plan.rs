@@ -127,36 +127,18 @@ impl Planner<'_> {
             Mode::Hypic if segment.len() <= settings.seam => SegmentKind::SeamOnly,
             Mode::Hypic => SegmentKind::Composed { seam: settings.seam },
         };
-        planned.segments.push(PlannedSegment {
-            tokens: segment.len(),
-            covered,
-            kind,
-        });
+        planned.segments.push(PlannedSegment { tokens: segment.len(), covered, kind });
         let (tokens, body) = match kind {
             SegmentKind::Covered => return,
             SegmentKind::Ordinary | SegmentKind::SeamOnly => (segment[covered..].into(), SegmentBody::Rows),
             SegmentKind::Composed { seam } => {
                 let transfer = Transfer::open(&self.fleet.transfers);
                 let tokens: Arc<[u32]> = segment.into();
-                let anchor: Arc<[u32]> = if index == 0 {
-                    Arc::new([])
-                } else {
-                    settings.anchor.clone()
-                };
+                let anchor: Arc<[u32]> = if index == 0 { Arc::new([]) } else { settings.anchor.clone() };
                 let key = EntryKey::new(self.space, seam, &anchor, &settings.salt, segment);
-                let body = SegmentBody::Entry {
-                    seam,
-                    transfer: transfer.id(),
-                };
+                let body = SegmentBody::Entry { seam, transfer: transfer.id() };
                 let (tokens, id, cancel) = (tokens.clone(), transfer.id(), cancel.clone());
-                let job = PrefillJob {
-                    key,
-                    tokens: tokens.clone(),
-                    seam,
-                    anchor,
-                    transfer: id,
-                    cancel,
-                };
+                let job = PrefillJob { key, tokens: tokens.clone(), seam, anchor, transfer: id, cancel };
                 let transfer_index = planned.transfers.len();
                 planned.jobs.push(PlannedJob {
                     segment: index,
@@ -184,19 +166,11 @@ impl Planner<'_> {
                 cold.push(i);
             }
         }
-        let rows: Vec<usize> = cold
-            .iter()
-            .map(|&i| jobs[i].job.tokens.len() + jobs[i].job.anchor.len())
-            .collect();
+        let rows: Vec<usize> = cold.iter().map(|&i| jobs[i].job.tokens.len() + jobs[i].job.anchor.len()).collect();
         // Without a worker the jobs stay unassigned, and fail as such.
         for assignment in self.balancer.assign(&rows).unwrap_or_default() {
             let job = &mut jobs[cold[assignment.segment]];
-            job.worker = self
-                .fleet
-                .scatter
-                .iter()
-                .find(|w| w.id() == assignment.worker.as_str())
-                .cloned();
+            job.worker = self.fleet.scatter.iter().find(|w| w.id() == assignment.worker.as_str()).cloned();
             job.charge = Some(assignment.charge);
         }
         for i in 0..jobs.len() {
@@ -208,11 +182,7 @@ impl Planner<'_> {
 
     /// The longest prefix state there is for this prompt, and the states that it shall leave.
     fn prefix(&self, settings: &Settings, tokens: &Tokenized) -> Prefix {
-        let anchor: &[u32] = if settings.mode == Mode::Hypic {
-            &settings.anchor
-        } else {
-            &[]
-        };
+        let anchor: &[u32] = if settings.mode == Mode::Hypic { &settings.anchor } else { &[] };
         let (rule, seam) = match settings.mode {
             Mode::Hypic => (settings.rule, settings.seam),
             Mode::Full | Mode::Prefix => (ComposeRule::default(), 0),
@@ -221,11 +191,7 @@ impl Planner<'_> {
         let chain = PrefixChain::new(self.space, tag.unwrap_or_default(), rule, seam, anchor, &settings.salt);
         let root = chain.key();
         if tag.is_none() {
-            return Prefix {
-                root,
-                resume: None,
-                saves: Vec::new(),
-            };
+            return Prefix { root, resume: None, saves: Vec::new() };
         }
         let mut saves = self.save_points(tokens);
         let known = self.fleet.combine.prefix_lengths(root);
@@ -236,22 +202,12 @@ impl Planner<'_> {
             known.iter().filter_map(|n| keys.get(n).map(|key| (*n, *key))).collect();
         candidates.sort_unstable_by_key(|(n, _)| std::cmp::Reverse(*n));
         let hashes: Vec<PrefixKey> = candidates.iter().map(|(_, key)| *key).collect();
-        let resume = if hashes.is_empty() {
-            None
-        } else {
-            self.fleet.combine.prefix(&hashes)
-        };
+        let resume = if hashes.is_empty() { None } else { self.fleet.combine.prefix(&hashes) };
         let start = resume.as_ref().map_or(0, |hit| hit.tokens);
         let saves = saves
             .drain(..)
             .filter(|s| s.position > start)
-            .filter_map(|s| {
-                keys.get(&s.position).map(|&key| SavePoint {
-                    position: s.position,
-                    key,
-                    kind: s.kind,
-                })
-            })
+            .filter_map(|s| keys.get(&s.position).map(|&key| SavePoint { position: s.position, key, kind: s.kind }))
             .collect();
         Prefix { root, resume, saves }
     }
@@ -264,25 +220,16 @@ impl Planner<'_> {
         let mut points: Vec<Point> = Vec::new();
         for segment in &tokens.segments {
             at += segment.len();
-            points.push(Point {
-                position: at,
-                kind: PrefixKind::Boundary,
-            });
+            points.push(Point { position: at, kind: PrefixKind::Boundary });
         }
         if let Some(last) = points.last_mut() {
             last.kind = PrefixKind::Query;
         }
-        points.extend(tokens.message_ends.iter().map(|end| Point {
-            position: at + end,
-            kind: PrefixKind::Boundary,
-        }));
+        points.extend(tokens.message_ends.iter().map(|end| Point { position: at + end, kind: PrefixKind::Boundary }));
         let end = at + tokens.query.len() - 1;
         points.retain(|p| p.position < end || p.kind == PrefixKind::Query);
         if end > 0 && points.last().is_none_or(|p| p.position < end) {
-            points.push(Point {
-                position: end,
-                kind: PrefixKind::End,
-            });
+            points.push(Point { position: end, kind: PrefixKind::End });
         }
         let (bytes, budget) = self.fleet.combine.prefix_room(end);
         if bytes > budget {

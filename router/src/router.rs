@@ -5,15 +5,18 @@ use std::time::Instant;
 
 use hypic_cache::KeySpace;
 use hypic_state::ComposeRule;
-use hypic_text::{ChatPrompt, RawPrompt, TextError, TextErrorKind, TextPipeline, Tokenized};
+use hypic_text::{ChatPrompt, RawPrompt, TextError, TextErrorKind, TextPipeline, TokenMemo, Tokenized};
 use hypic_transport::{Combine, SamplingParams, Scatter, Transfers};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::answer::{Running, TextSide};
-use crate::api::{Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Prompt, Request, Sampling};
+use crate::api::{
+    Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Progress, Prompt, Request, Sampling,
+};
 use crate::balance::{Balancer, SpeedConfig};
 use crate::plan::{Planner, PromptTokens, Settings};
+use crate::validate::sampling_error;
 
 /// Settings of a router.
 #[derive(Clone, Debug)]
@@ -26,6 +29,8 @@ pub struct RouterConfig {
     pub attempts: usize,
     /// Share of the cache that the states of one prompt's earlier boundaries may take.
     pub boundary_share: f64,
+    /// Bytes of token ids of texts that were encoded before; 0 remembers none.
+    pub memo_bytes: usize,
     /// Events that a slow client may lag behind.
     pub event_buffer: usize,
 }
@@ -37,6 +42,7 @@ impl Default for RouterConfig {
             anchor: Anchor::Turn,
             attempts: 3,
             boundary_share: 0.125,
+            memo_bytes: 64 << 20,
             event_buffer: 64,
         }
     }
@@ -74,6 +80,7 @@ pub struct Router {
     config: RouterConfig,
     served: Served,
     text: Option<Arc<TextPipeline>>,
+    memo: Arc<TokenMemo>,
     fleet: Arc<Fleet>,
     balancer: Balancer,
 }
@@ -87,13 +94,8 @@ impl Router {
                 tracing::warn!(worker = worker.id(), error = %e, "worker is not used");
             }
         }
-        Router {
-            config,
-            served,
-            text,
-            fleet: Arc::new(fleet),
-            balancer,
-        }
+        let memo = Arc::new(TokenMemo::new(config.memo_bytes));
+        Router { config, served, text, memo, fleet: Arc::new(fleet), balancer }
     }
 
     /// The model that is served.
@@ -102,23 +104,10 @@ impl Router {
     }
 
     async fn tokenize(&self, request: &Request) -> Result<PromptTokens, Error> {
-        if let Prompt::Tokens {
-            segments,
-            query,
-            anchor,
-        } = &request.prompt
-        {
-            let tokens = Tokenized {
-                segments: segments.clone(),
-                query: query.clone(),
-                message_ends: Vec::new(),
-            };
+        if let Prompt::Tokens { segments, query, anchor } = &request.prompt {
+            let tokens = Tokenized { segments: segments.clone(), query: query.clone(), message_ends: Vec::new() };
             let turn = self.text.as_ref().map(|t| t.raw_turn_anchor()).unwrap_or_default();
-            return Ok(PromptTokens {
-                tokens: without_empty(tokens),
-                turn,
-                anchor: anchor.clone(),
-            });
+            return Ok(PromptTokens { tokens: without_empty(tokens), turn, anchor: anchor.clone() });
         }
         let Some(text) = self.text.clone() else {
             let message =
@@ -127,39 +116,27 @@ impl Router {
         };
         let (prompt, options) = (request.prompt.clone(), request.options.clone());
         // A prompt of 100k tokens takes a while to encode.
-        let encode = move || match prompt {
-            Prompt::Chat(messages) => {
-                let mut chat = ChatPrompt::new(messages.into_iter().map(text_message).collect());
-                chat.separator = options.separator;
-                chat.special_tokens = options.special_tokens;
-                let turn = text.turn_anchor().to_vec();
-                text.chat(&chat).map(|tokens| PromptTokens {
-                    tokens,
-                    turn,
-                    anchor: None,
-                })
-            }
-            Prompt::Raw { segments, query } => {
-                let (separator, special_tokens) = (options.separator, options.special_tokens);
-                let raw = RawPrompt {
-                    segments,
-                    query,
-                    separator,
-                    special_tokens,
-                };
-                let turn = text.raw_turn_anchor();
-                text.raw(&raw).map(|tokens| PromptTokens {
-                    tokens,
-                    turn,
-                    anchor: None,
-                })
-            }
-            Prompt::Tokens { .. } => unreachable!("token ids need no encoding"),
+        let memo = self.memo.clone();
+        let encode = move || {
+            let (separator, special_tokens) = (options.separator, options.special_tokens);
+            let (segmented, turn) = match prompt {
+                Prompt::Chat(messages) => {
+                    let mut chat = ChatPrompt::new(messages.into_iter().map(text_message).collect());
+                    (chat.separator, chat.special_tokens) = (separator, special_tokens);
+                    (text.segment_chat(&chat)?, text.turn_anchor().to_vec())
+                }
+                Prompt::Raw { segments, query } => {
+                    let raw = RawPrompt { segments, query, separator, special_tokens };
+                    (text.segment_raw(&raw)?, text.raw_turn_anchor())
+                }
+                Prompt::Tokens { .. } => unreachable!("token ids need no encoding"),
+            };
+            let scope = options.salt.unwrap_or_default();
+            let tokens = text.tokenize_with(&segmented, &memo, scope.as_bytes())?;
+            Ok(PromptTokens { tokens, turn, anchor: None })
         };
         let encoded = tokio::task::spawn_blocking(encode).await;
-        encoded
-            .map_err(|e| Error::new(ErrorKind::Internal, format!("tokenizing failed: {e}")))?
-            .map_err(text_error)
+        encoded.map_err(|e| Error::new(ErrorKind::Internal, format!("tokenizing failed: {e}")))?.map_err(text_error)
     }
 
     fn check(&self, request: &Request, prompt: &PromptTokens) -> Result<usize, Error> {
@@ -168,11 +145,7 @@ impl Router {
             let message = "the query has no tokens: something must stand behind the last segment";
             return Err(Error::invalid("query", message));
         }
-        let all = segments
-            .iter()
-            .flatten()
-            .chain(query)
-            .chain(prompt.anchor.iter().flatten());
+        let all = segments.iter().flatten().chain(query).chain(prompt.anchor.iter().flatten());
         let vocab = self.served.vocab;
         if let Some(id) = all.copied().find(|&id| id as usize >= vocab) {
             let message = format!("token id {id} is not in the vocabulary: ids are below {vocab}");
@@ -185,15 +158,9 @@ impl Router {
         if wanted > room {
             let (param, what) = match room {
                 0 => ("prompt", format!("the prompt has {tokens} tokens")),
-                _ => (
-                    "max_tokens",
-                    format!("the prompt has {tokens} tokens and {wanted} more are asked for"),
-                ),
+                _ => ("max_tokens", format!("the prompt has {tokens} tokens and {wanted} more are asked for")),
             };
-            return Err(Error::invalid(
-                param,
-                format!("{what}: the model's context is {context} tokens"),
-            ));
+            return Err(Error::invalid(param, format!("{what}: the model's context is {context} tokens")));
         }
         Ok(request.max_tokens.map_or(room, |n| n as usize))
     }
@@ -202,16 +169,9 @@ impl Router {
         let mut params = sampling_params(&request.sampling, &self.served.sampling);
         params.seed = request.sampling.seed.unwrap_or_else(rand::random);
         params.logprobs = request.logprobs.map(|n| n as usize);
-        let checked = params
-            .validate()
-            .and_then(|()| params.validate_vocabulary(self.served.vocab));
-        checked.map_err(|e| Error::invalid(e.field, e.message))?;
-        Ok((0..request.n)
-            .map(|choice| SamplingParams {
-                choice,
-                ..params.clone()
-            })
-            .collect())
+        let checked = params.validate().and_then(|()| params.validate_vocabulary(self.served.vocab));
+        checked.map_err(sampling_error)?;
+        Ok((0..request.n).map(|choice| SamplingParams { choice, ..params.clone() }).collect())
     }
 
     fn settings(&self, request: &Request, prompt: &PromptTokens) -> Settings {
@@ -242,12 +202,8 @@ impl Engine for Router {
         let settings = self.settings(&request, &prompt);
         let deadline = request.deadline.and_then(|d| arrived.checked_add(d));
 
-        let planner = Planner {
-            config: &self.config,
-            space: &self.served.space,
-            fleet: &self.fleet,
-            balancer: &self.balancer,
-        };
+        let planner =
+            Planner { config: &self.config, space: &self.served.space, fleet: &self.fleet, balancer: &self.balancer };
         let (sender, generation) = mpsc::unbounded_channel();
         let cancel = CancellationToken::new();
         let mut planned = planner.plan(&settings, &prompt.tokens, &cancel);
@@ -255,11 +211,7 @@ impl Engine for Router {
         plan.arrived = arrived;
         plan.max_tokens = max_tokens;
         plan.deadline = deadline;
-        plan.eos = if request.stop_at_eos {
-            self.served.eos.clone()
-        } else {
-            Arc::new([])
-        };
+        plan.eos = if request.stop_at_eos { self.served.eos.clone() } else { Arc::new([]) };
         plan.cancel_choice = choices.iter().map(|_| cancel.child_token()).collect();
         if choices.iter().any(|c| c.repetition_penalty != 1.0) {
             plan.prompt_ids = [prompt.tokens.segments.concat(), prompt.tokens.query].concat();
@@ -268,9 +220,11 @@ impl Engine for Router {
 
         let (events, receiver) = mpsc::channel(self.config.event_buffer);
         let text = TextSide::new(self.text.as_ref(), &stops, request.n as usize);
-        let running = Running::start(planned, sender, &self.fleet, &self.balancer, self.config.attempts, text);
+        let progress = Progress::default();
+        let running =
+            Running::start(planned, sender, &self.fleet, &self.balancer, self.config.attempts, text, progress.clone());
         tokio::spawn(running.drive(generation, events, cancel));
-        Ok(Answer { events: receiver })
+        Ok(Answer { events: receiver, progress })
     }
 
     fn model(&self) -> &ModelCard {
@@ -290,18 +244,9 @@ pub(crate) fn sampling_params(asked: &Sampling, model: &Sampling) -> SamplingPar
         top_k: asked.top_k.or(model.top_k).unwrap_or(d.top_k),
         top_p: asked.top_p.or(model.top_p).unwrap_or(d.top_p),
         min_p: asked.min_p.or(model.min_p).unwrap_or(d.min_p),
-        presence_penalty: asked
-            .presence_penalty
-            .or(model.presence_penalty)
-            .unwrap_or(d.presence_penalty),
-        frequency_penalty: asked
-            .frequency_penalty
-            .or(model.frequency_penalty)
-            .unwrap_or(d.frequency_penalty),
-        repetition_penalty: asked
-            .repetition_penalty
-            .or(model.repetition_penalty)
-            .unwrap_or(d.repetition_penalty),
+        presence_penalty: asked.presence_penalty.or(model.presence_penalty).unwrap_or(d.presence_penalty),
+        frequency_penalty: asked.frequency_penalty.or(model.frequency_penalty).unwrap_or(d.frequency_penalty),
+        repetition_penalty: asked.repetition_penalty.or(model.repetition_penalty).unwrap_or(d.repetition_penalty),
         logit_bias: asked.logit_bias.clone(),
         ..d
     }
@@ -314,10 +259,7 @@ fn without_empty(mut tokens: Tokenized) -> Tokenized {
 }
 
 fn text_message(message: Message) -> hypic_text::Message {
-    let part = |p: crate::api::Part| hypic_text::Part {
-        text: p.text,
-        segment: p.segment,
-    };
+    let part = |p: crate::api::Part| hypic_text::Part { text: p.text, segment: p.segment };
     if message.parts {
         return hypic_text::Message::parts(message.role, message.content.into_iter().map(part).collect());
     }

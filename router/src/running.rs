@@ -51,11 +51,7 @@ impl<E: Engine> Shared<E> {
             answer = self.engine.generate(request) => answer?,
             error = limits.reached() => return Err(error),
         };
-        Ok(Running {
-            events: answer.events,
-            limits,
-            ended: false,
-        })
+        Ok(Running { events: answer.events, limits, ended: false })
     }
 }
 
@@ -109,15 +105,9 @@ impl Limits {
 }
 
 fn shutting_down() -> Error {
-    Error::new(
-        ErrorKind::Unavailable,
-        "the server is shutting down: ask again elsewhere or later",
-    )
+    Error::new(ErrorKind::Unavailable, "the server is shutting down: ask again elsewhere or later")
 }
 
 fn lost() -> Event {
-    Event::Failed(Error::new(
-        ErrorKind::Internal,
-        "the answer broke off inside the server: ask again",
-    ))
+    Event::Failed(Error::new(ErrorKind::Internal, "the answer broke off inside the server: ask again"))
 }

@@ -2,7 +2,10 @@
 //! model nor its tokenizer. What depends on those (context, vocabulary, empty queries after
 //! tokenizing) is the engine's to check.
 
+use hypic_transport::SamplingError;
+
 use crate::api::{Error, Prompt, Request, Sampling};
+use crate::router::sampling_params;
 
 /// Most answers to one prompt.
 pub const MAX_ANSWERS: u32 = 128;
@@ -17,29 +20,17 @@ pub const MAX_LOGPROBS: u32 = 20;
 /// Of kind [`crate::ErrorKind::Invalid`], naming the first field that is wrong.
 pub fn validate(request: &Request) -> Result<(), Error> {
     if !(1..=MAX_ANSWERS).contains(&request.n) {
-        return Err(Error::invalid(
-            "n",
-            format!("n is {}: ask for 1 to {MAX_ANSWERS} answers", request.n),
-        ));
+        return Err(Error::invalid("n", format!("n is {}: ask for 1 to {MAX_ANSWERS} answers", request.n)));
     }
     if request.max_tokens == Some(0) {
-        return Err(Error::invalid(
-            "max_tokens",
-            "max_tokens is 0: allow at least 1 token or leave it out",
-        ));
+        return Err(Error::invalid("max_tokens", "max_tokens is 0: allow at least 1 token or leave it out"));
     }
     if request.stop.len() > MAX_STOPS {
         let count = request.stop.len();
-        return Err(Error::invalid(
-            "stop",
-            format!("{count} stop texts: give at most {MAX_STOPS}"),
-        ));
+        return Err(Error::invalid("stop", format!("{count} stop texts: give at most {MAX_STOPS}")));
     }
     if request.stop.iter().any(String::is_empty) {
-        return Err(Error::invalid(
-            "stop",
-            "an empty stop text would end every answer: leave it out",
-        ));
+        return Err(Error::invalid("stop", "an empty stop text would end every answer: leave it out"));
     }
     if let Some(k) = request.logprobs.filter(|&k| k > MAX_LOGPROBS) {
         return Err(Error::invalid(
@@ -48,80 +39,31 @@ pub fn validate(request: &Request) -> Result<(), Error> {
         ));
     }
     prompt(request)?;
-    sampling(&request.sampling)
+    sampling_params(&request.sampling, &Sampling::default()).validate().map_err(sampling_error)
 }
 
 fn prompt(request: &Request) -> Result<(), Error> {
     if let Prompt::Chat(messages) = &request.prompt {
         if messages.is_empty() {
-            return Err(Error::invalid(
-                "messages",
-                "messages is empty: send at least one message",
-            ));
+            return Err(Error::invalid("messages", "messages is empty: send at least one message"));
         }
         if let Some(index) = messages.iter().position(|m| m.role.is_empty()) {
-            return Err(Error::invalid(
-                format!("messages[{index}].role"),
-                "a message needs a role, such as 'user'",
-            ));
+            return Err(Error::invalid(format!("messages[{index}].role"), "a message needs a role, such as 'user'"));
         }
     }
     let Some(separator) = &request.options.separator else {
         return Ok(());
     };
     if separator.is_empty() {
-        return Err(Error::invalid(
-            "separator",
-            "the separator is empty: leave it out, or give a text",
-        ));
+        return Err(Error::invalid("separator", "the separator is empty: leave it out, or give a text"));
     }
     if matches!(request.prompt, Prompt::Tokens { .. }) {
-        return Err(Error::invalid(
-            "separator",
-            "a separator splits text, and the prompt is token ids: list segments",
-        ));
+        return Err(Error::invalid("separator", "a separator splits text, and the prompt is token ids: list segments"));
     }
     Ok(())
 }
 
-fn sampling(sampling: &Sampling) -> Result<(), Error> {
-    let check = |name: &str, value: Option<f32>, ok: fn(f32) -> bool, range: &str| match value {
-        Some(v) if !(v.is_finite() && ok(v)) => Err(Error::invalid(name, format!("{name} is {v}: it must be {range}"))),
-        _ => Ok(()),
-    };
-    check("temperature", sampling.temperature, |v| v >= 0.0, "0 or more")?;
-    check(
-        "top_p",
-        sampling.top_p,
-        |v| v > 0.0 && v <= 1.0,
-        "above 0 and at most 1",
-    )?;
-    check("min_p", sampling.min_p, |v| (0.0..=1.0).contains(&v), "from 0 to 1")?;
-    check(
-        "presence_penalty",
-        sampling.presence_penalty,
-        |v| (-2.0..=2.0).contains(&v),
-        "from -2 to 2",
-    )?;
-    check(
-        "frequency_penalty",
-        sampling.frequency_penalty,
-        |v| (-2.0..=2.0).contains(&v),
-        "from -2 to 2",
-    )?;
-    check(
-        "repetition_penalty",
-        sampling.repetition_penalty,
-        |v| v > 0.0,
-        "above 0",
-    )?;
-    for &(_, bias) in &sampling.logit_bias {
-        check(
-            "logit_bias",
-            Some(bias),
-            |v| (-100.0..=100.0).contains(&v),
-            "from -100 to 100",
-        )?;
-    }
-    Ok(())
+/// A setting of the sampler that is out of range.
+pub(crate) fn sampling_error(error: SamplingError) -> Error {
+    Error::invalid(error.field, error.to_string())
 }

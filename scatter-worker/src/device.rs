@@ -127,9 +127,7 @@ impl<B: Backend> Device<B> {
     }
 
     fn drop_unwanted(&mut self) {
-        let (lost, wanted) = std::mem::take(&mut self.running)
-            .into_iter()
-            .partition(|r| !r.wanted.by_anyone());
+        let (lost, wanted) = std::mem::take(&mut self.running).into_iter().partition(|r| !r.wanted.by_anyone());
         let lost: VecDeque<Running<B>> = lost;
         self.running = wanted;
         lost.into_iter().for_each(|running| running.fail(JobError::Cancelled));
@@ -164,26 +162,12 @@ impl<B: Backend> Device<B> {
     }
 
     fn start(&self, work: Work<B>) -> Running<B> {
-        let Work {
-            lead,
-            tokens,
-            seam,
-            anchor,
-            wanted,
-            reply,
-        } = work;
+        let Work { lead, tokens, seam, anchor, wanted, reply } = work;
         debug!(worker = %self.config.id, key = %lead.key(), tokens = tokens.len(), "prefill begins");
         let sink = Arc::new(LeadSink(Mutex::new(Some(lead))));
         let chunk = self.config.chunk_rows;
         let prefill = Prefill::new(&self.backend, &self.model, &tokens, seam, &anchor, chunk, sink.clone());
-        Running {
-            prefill,
-            sink,
-            wanted,
-            reply,
-            started: Instant::now(),
-            busy: Duration::ZERO,
-        }
+        Running { prefill, sink, wanted, reply, started: Instant::now(), busy: Duration::ZERO }
     }
 
     fn compute(&mut self, mut batch: Vec<Running<B>>) {
@@ -196,10 +180,7 @@ impl<B: Backend> Device<B> {
                 let reason = panic_message(&*panic);
                 error!(worker = %self.config.id, reason, "a prefill pass panicked");
                 self.ws = Workspace::new(&self.backend);
-                let failed = || JobError::Failed {
-                    worker: self.config.id.clone(),
-                    reason: reason.to_string(),
-                };
+                let failed = || JobError::Failed { worker: self.config.id.clone(), reason: reason.to_string() };
                 batch.into_iter().for_each(|running| running.fail(failed()));
                 return;
             }
@@ -239,31 +220,16 @@ impl<B: Backend> Device<B> {
     }
 
     fn complete(&self, running: Running<B>) {
-        let Running {
-            sink,
-            reply,
-            started,
-            busy,
-            ..
-        } = running;
+        let Running { sink, reply, started, busy, .. } = running;
         let lead = sink.0.lock().take().expect("a prefill completes once");
         let key = lead.key();
         let done = lead.complete(self.model.layout(), busy);
         let outcome = match done {
             Ok(entry) => {
                 debug!(worker = %self.config.id, %key, bytes = entry.bytes(), busy = ?busy, "prefill done");
-                Ok(JobOutcome {
-                    source: JobSource::Computed {
-                        started,
-                        ended: Instant::now(),
-                        busy,
-                    },
-                })
+                Ok(JobOutcome { source: JobSource::Computed { started, ended: Instant::now(), busy } })
             }
-            Err(e) => Err(JobError::Failed {
-                worker: self.config.id.clone(),
-                reason: e.to_string(),
-            }),
+            Err(e) => Err(JobError::Failed { worker: self.config.id.clone(), reason: e.to_string() }),
         };
         _ = reply.send(outcome);
     }
@@ -271,6 +237,5 @@ impl<B: Backend> Device<B> {
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("unknown panic")
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic")
 }

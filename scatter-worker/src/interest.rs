@@ -26,11 +26,7 @@ impl Interest {
         book.next += 1;
         let id = book.next;
         book.wanted.entry(key).or_default().insert(id, cancel);
-        Wanted {
-            interest: self.clone(),
-            key,
-            id,
-        }
+        Wanted { interest: self.clone(), key, id }
     }
 }
 
@@ -45,9 +41,7 @@ impl Wanted {
     /// Whether this request or another one still wants the entry.
     pub fn by_anyone(&self) -> bool {
         let book = self.interest.book.lock();
-        book.wanted
-            .get(&self.key)
-            .is_some_and(|who| who.values().any(|cancel| !cancel.is_cancelled()))
+        book.wanted.get(&self.key).is_some_and(|who| who.values().any(|cancel| !cancel.is_cancelled()))
     }
 }
 

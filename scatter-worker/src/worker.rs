@@ -34,11 +34,7 @@ pub struct WorkerConfig {
 impl WorkerConfig {
     /// The defaults, for a worker of this name.
     pub fn named(id: impl Into<String>) -> Self {
-        WorkerConfig {
-            id: id.into(),
-            chunk_rows: 1024,
-            concurrent: 8,
-        }
+        WorkerConfig { id: id.into(), chunk_rows: 1024, concurrent: 8 }
     }
 }
 
@@ -71,32 +67,15 @@ impl<B: Backend, P: PrefixStates> Worker<B, P> {
         let thread = std::thread::Builder::new()
             .name(id.clone())
             .spawn(move || device::Device::new(config, backend, model, queue).run())?;
-        Ok(Worker {
-            id,
-            store,
-            exchange,
-            commands,
-            interest,
-            thread: Mutex::new(Some(thread)),
-        })
+        Ok(Worker { id, store, exchange, commands, interest, thread: Mutex::new(Some(thread)) })
     }
 
     fn begin(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
-        let PrefillJob {
-            key,
-            tokens,
-            seam,
-            anchor,
-            transfer,
-            cancel,
-        } = job;
+        let PrefillJob { key, tokens, seam, anchor, transfer, cancel } = job;
         match self.store.claim(key, &tokens, seam) {
             Claim::Hit(entry) => {
                 self.exchange.send(transfer, Source::Entry(entry));
-                futures::future::ready(Ok(JobOutcome {
-                    source: JobSource::Held,
-                }))
-                .boxed()
+                futures::future::ready(Ok(JobOutcome { source: JobSource::Held })).boxed()
             }
             Claim::Join(flight) => {
                 let wanted = self.interest.add(key, cancel.clone());
@@ -119,14 +98,7 @@ impl<B: Backend, P: PrefixStates> Worker<B, P> {
                 self.exchange.send(transfer, Source::Flight(lead.flight().clone()));
                 let (reply, answer) = oneshot::channel();
                 let gone = JobError::Gone(self.id.clone());
-                let work = Work {
-                    lead,
-                    tokens,
-                    seam,
-                    anchor,
-                    wanted,
-                    reply,
-                };
+                let work = Work { lead, tokens, seam, anchor, wanted, reply };
                 // If the thread has stopped the work is dropped, and with it its lead and its reply.
                 _ = self.commands.send(Command::Prefill(work));
                 async move { answer.await.unwrap_or(Err(gone)) }.boxed()

@@ -12,5 +12,5 @@ pub use backend::{
     AttentionRows, AttentionShape, Backend, Cols, ConvFold, ConvStep, DeltaInputs, DeltaShape, DeviceTensor, Fold,
     GRID, Gate, KvShape, RopeSpec, Span, Step,
 };
-pub use cpu::{Cpu, Isa};
+pub use cpu::{Cpu, Isa, KEY_BLOCK};
 pub use reference::Reference;

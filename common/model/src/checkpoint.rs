@@ -64,20 +64,23 @@ impl Checkpoint {
             std::fs::read(&path).map_err(|source| ModelError::Io { path, source })
         };
         let config = read(CONFIG)?;
-        let generation = dir
-            .join(GENERATION_CONFIG)
-            .exists()
-            .then(|| read(GENERATION_CONFIG))
-            .transpose()?;
+        let generation = dir.join(GENERATION_CONFIG).exists().then(|| read(GENERATION_CONFIG)).transpose()?;
         let mut checkpoint = Self::empty(config, generation.as_deref())?;
         let index = dir.join(INDEX).exists().then(|| read(INDEX)).transpose()?;
         let shards = index.as_deref().map(shards_of).transpose()?;
         let names: Vec<String> = match &shards {
             Some(map) => map.values().cloned().collect::<BTreeSet<_>>().into_iter().collect(),
-            None => vec![SINGLE.to_string()],
+            None if dir.join(SINGLE).exists() => vec![SINGLE.to_string()],
+            None => {
+                let problem = format!("has neither {SINGLE} nor {INDEX}: only safetensors weights are read");
+                return Err(ModelError::checkpoint(dir.display().to_string(), problem));
+            }
         };
         for name in names {
             let path = dir.join(&name);
+            if shards.is_some() && !path.is_file() {
+                return Err(ModelError::checkpoint(name, format!("is missing: {INDEX} names this shard")));
+            }
             let file = File::open(&path).map_err(|source| ModelError::Io { path, source })?;
             checkpoint.add(name, Data::File(file))?;
         }
@@ -98,22 +101,10 @@ impl Checkpoint {
     }
 
     fn empty(config_bytes: Vec<u8>, generation: Option<&[u8]>) -> Result<Self, ModelError> {
-        let text = |bytes: &[u8], name: &str| {
-            String::from_utf8(bytes.to_vec()).map_err(|_| ModelError::checkpoint(name, "is not UTF-8 text"))
-        };
-        let config = Config::parse(&text(&config_bytes, CONFIG)?)?;
-        let generation = generation
-            .map(|g| Config::parse(&text(g, GENERATION_CONFIG)?))
-            .transpose()?;
+        let config = Config::parse_file(CONFIG, &config_bytes)?;
+        let generation = generation.map(|g| Config::parse_file(GENERATION_CONFIG, g)).transpose()?;
         let (files, tensors, used) = (Vec::new(), BTreeMap::new(), RefCell::default());
-        Ok(Checkpoint {
-            config,
-            config_bytes,
-            generation,
-            files,
-            tensors,
-            used,
-        })
+        Ok(Checkpoint { config, config_bytes, generation, files, tensors, used })
     }
 
     fn add(&mut self, name: String, data: Data) -> Result<(), ModelError> {
@@ -123,18 +114,12 @@ impl Checkpoint {
             Data::Memory(b) => b.len() as u64,
         };
         if length < 8 {
-            return Err(broken(format!(
-                "is truncated: {length} bytes, not even a safetensors header"
-            )));
+            return Err(broken(format!("is truncated: {length} bytes, not even a safetensors header")));
         }
         let header = u64::from_le_bytes(
-            read(&data, 0, 8)
-                .map_err(|e| broken(e.to_string()))?
-                .as_ref()
-                .try_into()
-                .expect("8 bytes"),
+            read(&data, 0, 8).map_err(|e| broken(e.to_string()))?.as_ref().try_into().expect("8 bytes"),
         );
-        if header > MAX_HEADER || header + 8 > length {
+        if header > MAX_HEADER || header > length - 8 {
             return Err(broken(format!(
                 "is no safetensors file, or truncated: a header of {header} bytes in a file of {length}"
             )));
@@ -146,23 +131,14 @@ impl Checkpoint {
         let base = 8 + header;
         let named = metadata.tensors();
         let end = named.values().map(|t| t.data_offsets.1 as u64).max().unwrap_or(0);
-        if base + end != length {
-            let need = base + end;
-            let problem = if need > length {
-                "is truncated"
-            } else {
-                "has bytes that belong to no tensor"
-            };
-            return Err(broken(format!(
-                "{problem}: its header describes {need} bytes, the file has {length}"
-            )));
+        let need = base.saturating_add(end);
+        if need != length {
+            let problem = if need > length { "is truncated" } else { "has bytes that belong to no tensor" };
+            return Err(broken(format!("{problem}: its header describes {need} bytes, the file has {length}")));
         }
         let file = self.files.len();
         for (tensor, info) in named {
-            let bits = info
-                .shape
-                .iter()
-                .try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
+            let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
             let (from, to) = info.data_offsets;
             if to < from || bits != (to - from).checked_mul(8) {
                 return Err(broken(format!(
@@ -170,17 +146,9 @@ impl Checkpoint {
                     info.dtype, info.shape
                 )));
             }
-            let place = Place {
-                file,
-                dtype: info.dtype,
-                shape: info.shape.clone(),
-                range: (from, to),
-            };
+            let place = Place { file, dtype: info.dtype, shape: info.shape.clone(), range: (from, to) };
             if let Some(first) = self.tensors.insert(tensor.clone(), place) {
-                return Err(broken(format!(
-                    "tensor {tensor} is also in {}",
-                    self.files[first.file].name
-                )));
+                return Err(broken(format!("tensor {tensor} is also in {}", self.files[first.file].name)));
             }
         }
         self.files.push(DataFile { name, data, base });
@@ -202,10 +170,7 @@ impl Checkpoint {
         match self.tensors.iter().find(|(name, _)| !map.contains_key(*name)) {
             Some((name, place)) => {
                 let file = &self.files[place.file].name;
-                Err(ModelError::checkpoint(
-                    file,
-                    format!("has tensor {name}, which {INDEX} does not list"),
-                ))
+                Err(ModelError::checkpoint(file, format!("has tensor {name}, which {INDEX} does not list")))
             }
             None => Ok(()),
         }
@@ -231,6 +196,11 @@ impl Checkpoint {
         self.tensors.contains_key(name)
     }
 
+    /// The file that holds the tensor `name`, if there is one.
+    pub fn file_of(&self, name: &str) -> Option<&str> {
+        self.tensors.get(name).map(|place| self.files[place.file].name.as_str())
+    }
+
     /// The dtype of most of the weights, by bytes, if the engine has it.
     pub fn dtype(&self) -> Option<DType> {
         let mut bytes: BTreeMap<String, (usize, StDtype)> = BTreeMap::new();
@@ -248,18 +218,13 @@ impl Checkpoint {
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<HostTensor, ModelError> {
         let Some(place) = self.tensors.get(name) else {
             let file = self.files.first().map_or(SINGLE, |f| f.name.as_str());
-            return Err(ModelError::checkpoint(
-                file,
-                format!("lacks tensor {name}, expected {shape:?}"),
-            ));
+            let file = if self.files.len() > 1 { INDEX } else { file };
+            return Err(ModelError::checkpoint(file, format!("lacks tensor {name}, expected with shape {shape:?}")));
         };
         let file = &self.files[place.file];
         let real = |s: &[usize]| s.iter().copied().filter(|&d| d != 1).collect::<Vec<_>>();
         if real(&place.shape) != real(shape) {
-            let problem = format!(
-                "tensor {name} has shape {:?}, config.json makes it {shape:?}",
-                place.shape
-            );
+            let problem = format!("tensor {name} has shape {:?}, config.json makes it {shape:?}", place.shape);
             return Err(ModelError::checkpoint(&file.name, problem));
         }
         let dtype = dtype_of(place.dtype).ok_or_else(|| {
@@ -297,11 +262,7 @@ impl Checkpoint {
             return Ok(met.into_iter().collect());
         };
         let file = &self.files[self.tensors[*first].file].name;
-        let more = if unknown.len() > 1 {
-            format!(" and {} more", unknown.len() - 1)
-        } else {
-            String::new()
-        };
+        let more = if unknown.len() > 1 { format!(" and {} more", unknown.len() - 1) } else { String::new() };
         let problem = format!("tensor {first}{more} belongs to no part of the model that config.json describes");
         Err(ModelError::checkpoint(file, problem))
     }
@@ -357,10 +318,8 @@ fn shards_of(index: &[u8]) -> Result<BTreeMap<String, String>, ModelError> {
     }
     let index: Index = serde_json::from_slice(index).map_err(|e| broken(e.to_string()))?;
     for shard in index.weight_map.values() {
-        if Path::new(shard).components().count() != 1 || shard.starts_with('.') {
-            return Err(broken(format!(
-                "names the shard '{shard}', which is no plain file name"
-            )));
+        if shard.is_empty() || shard.starts_with('.') || shard.contains(['/', '\\', '\0']) {
+            return Err(broken(format!("names the shard {shard:?}, which is no plain file name")));
         }
     }
     Ok(index.weight_map)

@@ -4,9 +4,14 @@ use serde_json::Value;
 
 use crate::ModelError;
 
+/// Largest extent that a configuration may name: far above any model, and small enough that products of
+/// three do not overflow.
+pub const MAX_SIZE: usize = 1 << 20;
+
 /// A `config.json`, or an object in it.
 #[derive(Clone, Debug)]
 pub struct Config {
+    file: String,
     at: String,
     value: Value,
 }
@@ -17,29 +22,52 @@ impl Config {
     /// # Errors
     /// If it is not a JSON object.
     pub fn parse(text: &str) -> Result<Self, ModelError> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|e| ModelError::config("(file)", format!("not valid JSON: {e}")))?;
+        Self::parse_file("config.json", text.as_bytes())
+    }
+
+    /// Parse the bytes of the JSON file `file`, which is named in messages.
+    ///
+    /// # Errors
+    /// If they are not UTF-8 text that holds one JSON object.
+    pub fn parse_file(file: &str, bytes: &[u8]) -> Result<Self, ModelError> {
+        let broken = |problem: String| ModelError::checkpoint(file, problem);
+        let text = std::str::from_utf8(bytes).map_err(|e| broken(format!("is not UTF-8 text: {e}")))?;
+        // Some editors begin a file with a byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+        let value: Value = serde_json::from_str(text).map_err(|e| broken(format!("is not valid JSON: {e}")))?;
         if !value.is_object() {
-            return Err(ModelError::config("(file)", "must be a JSON object"));
+            return Err(broken("must hold a JSON object ({ ... })".to_string()));
         }
-        Ok(Config {
-            at: String::new(),
-            value,
-        })
+        Ok(Config { file: file.to_string(), at: String::new(), value })
     }
 
     /// The text model's part: `text_config` where there is one, else the whole.
-    pub fn text(&self) -> Self {
-        self.object("text_config").unwrap_or_else(|| self.clone())
+    ///
+    /// # Errors
+    /// If `text_config` is no object.
+    pub fn text(&self) -> Result<Self, ModelError> {
+        Ok(self.object("text_config")?.unwrap_or_else(|| self.clone()))
     }
 
     /// The object at `key`, if there is one.
-    pub fn object(&self, key: &str) -> Option<Self> {
-        let value = self.value.get(key)?;
-        value.is_object().then(|| Config {
-            at: self.name(key),
-            value: value.clone(),
+    ///
+    /// # Errors
+    /// If it is something else.
+    pub fn object(&self, key: &str) -> Result<Option<Self>, ModelError> {
+        self.typed(key, "an object", |v| {
+            v.is_object().then(|| Config { file: self.file.clone(), at: self.name(key), value: v.clone() })
         })
+    }
+
+    /// That the value at `key` is wrong.
+    pub fn wrong(&self, key: &str, problem: impl Into<String>) -> ModelError {
+        ModelError::Config { file: self.file.clone(), key: self.name(key), problem: problem.into() }
+    }
+
+    /// That the value at `key` asks for something that is not served.
+    pub fn unsupported(&self, key: &str, problem: impl std::fmt::Display) -> ModelError {
+        let value = self.get(key).unwrap_or(&Value::Null);
+        ModelError::Unsupported(format!("{}: {} = {value} ({problem})", self.file, self.name(key)))
     }
 
     /// The value at `key`; JSON null counts as absent.
@@ -49,22 +77,17 @@ impl Config {
 
     /// The full name of `key`, for messages.
     pub fn name(&self, key: &str) -> String {
-        if self.at.is_empty() {
-            key.to_string()
-        } else {
-            format!("{}.{key}", self.at)
-        }
+        if self.at.is_empty() { key.to_string() } else { format!("{}.{key}", self.at) }
     }
 
     fn typed<T>(&self, key: &str, what: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>, ModelError> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        let typed =
-            read(value).ok_or_else(|| ModelError::config(self.name(key), format!("must be {what}, is {value}")))?;
+        let typed = read(value).ok_or_else(|| self.wrong(key, format!("must be {what}, is {}", shortened(value))))?;
         Ok(Some(typed))
     }
 
     fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, ModelError> {
-        value.ok_or_else(|| ModelError::config(self.name(key), "is missing"))
+        value.ok_or_else(|| self.wrong(key, "is missing"))
     }
 
     /// A whole number, if the key is there.
@@ -72,19 +95,33 @@ impl Config {
     /// # Errors
     /// If it is something else.
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>, ModelError> {
-        self.typed(key, "a whole number", |v| {
-            v.as_u64().and_then(|n| usize::try_from(n).ok())
-        })
+        self.typed(key, "a whole number", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
     }
 
-    /// A whole number of at least 1.
+    /// An extent: a whole number from 1 to [`MAX_SIZE`].
     ///
     /// # Errors
     /// If it is missing or something else.
     pub fn size(&self, key: &str) -> Result<usize, ModelError> {
-        match self.required(key, self.opt_usize(key)?)? {
-            0 => Err(ModelError::config(self.name(key), "must be at least 1, is 0")),
-            n => Ok(n),
+        self.required(key, self.opt_size(key)?)
+    }
+
+    /// An extent, if the key is there.
+    ///
+    /// # Errors
+    /// If it is something else than a whole number from 1 to [`MAX_SIZE`].
+    pub fn opt_size(&self, key: &str) -> Result<Option<usize>, ModelError> {
+        self.opt_size_within(key, MAX_SIZE)
+    }
+
+    /// An extent with a bound of its own, if the key is there.
+    ///
+    /// # Errors
+    /// If it is something else than a whole number from 1 to `most`.
+    pub fn opt_size_within(&self, key: &str, most: usize) -> Result<Option<usize>, ModelError> {
+        match self.opt_usize(key)? {
+            Some(n) if !(1..=most).contains(&n) => Err(self.wrong(key, format!("must be from 1 to {most}, is {n}"))),
+            size => Ok(size),
         }
     }
 
@@ -126,10 +163,7 @@ impl Config {
     /// If it is something else.
     pub fn opt_strings(&self, key: &str) -> Result<Option<Vec<String>>, ModelError> {
         self.typed(key, "a list of strings", |v| {
-            v.as_array()?
-                .iter()
-                .map(|s| s.as_str().map(str::to_string))
-                .collect::<Option<Vec<_>>>()
+            v.as_array()?.iter().map(|s| s.as_str().map(str::to_string)).collect::<Option<Vec<_>>>()
         })
     }
 
@@ -152,13 +186,18 @@ impl Config {
     /// If it has another.
     pub fn only(&self, key: &str, expected: &Value) -> Result<(), ModelError> {
         match self.get(key) {
-            Some(v) if v != expected => {
-                let name = self.name(key);
-                Err(ModelError::Unsupported(format!(
-                    "{name} = {v} in config.json (only {expected} is served)"
-                )))
-            }
+            Some(v) if v != expected => Err(self.unsupported(key, format_args!("only {expected} is served"))),
             _ => Ok(()),
         }
+    }
+}
+
+/// A value for a message: long ones are cut.
+fn shortened(value: &Value) -> String {
+    const MOST: usize = 80;
+    let text = value.to_string();
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
     }
 }

@@ -12,8 +12,10 @@ pub enum ModelError {
         source: std::io::Error,
     },
     /// The configuration is wrong or incomplete.
-    #[error("config.json: {key}: {problem}")]
+    #[error("{file}: {key}: {problem}")]
     Config {
+        /// `config.json`, or another of its kind.
+        file: String,
         /// The key, dotted.
         key: String,
         /// What is wrong with it.
@@ -33,17 +35,7 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    pub(crate) fn config(key: impl Into<String>, problem: impl Into<String>) -> Self {
-        ModelError::Config {
-            key: key.into(),
-            problem: problem.into(),
-        }
-    }
-
     pub(crate) fn checkpoint(file: impl Into<String>, problem: impl Into<String>) -> Self {
-        ModelError::Checkpoint {
-            file: file.into(),
-            problem: problem.into(),
-        }
+        ModelError::Checkpoint { file: file.into(), problem: problem.into() }
     }
 }

@@ -1,5 +1,6 @@
 //! Sizes of a model, from its description alone.
 
+use hypic_kernels::KEY_BLOCK;
 use hypic_state::DType;
 
 use crate::spec::{MixerSpec, ModelSpec, RowSource};
@@ -25,6 +26,8 @@ pub struct ModelInfo {
     pub sequence_bytes: usize,
     /// Bytes of K and V per token of a sequence or of a body.
     pub kv_bytes_per_token: usize,
+    /// Of those, K.
+    pub key_bytes_per_token: usize,
     /// Bytes of an entry's recurrent part (T of every head, S, convolution tail), whatever its length: the
     /// most it can be, since operators that have decayed are omitted.
     pub entry_recurrent_bytes: usize,
@@ -46,6 +49,7 @@ impl ModelInfo {
             transition: "none".to_string(),
             sequence_bytes: 0,
             kv_bytes_per_token: 0,
+            key_bytes_per_token: 0,
             entry_recurrent_bytes: 0,
             entry_operator_bytes: 0,
         };
@@ -68,20 +72,25 @@ impl ModelInfo {
                 MixerSpec::Attention(m) => {
                     info.attention_layers += 1;
                     info.parameters += rows(&m.project) * spec.hidden + m.out.rows() * m.heads * m.head_dim;
-                    info.parameters += [&m.q_norm, &m.k_norm]
-                        .into_iter()
-                        .flatten()
-                        .map(|n| n.width)
-                        .sum::<usize>();
-                    info.kv_bytes_per_token += 2 * m.kv_heads * m.head_dim * dtype.size();
+                    info.parameters += [&m.q_norm, &m.k_norm].into_iter().flatten().map(|n| n.width).sum::<usize>();
+                    let key = m.kv_heads * m.head_dim * dtype.size();
+                    info.key_bytes_per_token += key;
+                    info.kv_bytes_per_token += 2 * key;
                 }
             }
         }
         info
     }
 
-    /// Bytes of an entry whose body has `tokens` tokens, at most.
-    pub fn entry_bytes(&self, tokens: usize) -> usize {
-        self.entry_recurrent_bytes + tokens * self.kv_bytes_per_token
+    /// Bytes of the entry of a segment of `tokens` tokens with a seam of `seam`, its token ids included: exact as
+    /// long as no operator has decayed, else the most it can be. 0 where the segment has no body.
+    pub fn entry_bytes(&self, tokens: usize, seam: usize) -> usize {
+        let body = tokens.saturating_sub(seam);
+        if body == 0 {
+            return 0;
+        }
+        let keys = body.next_multiple_of(KEY_BLOCK) * self.key_bytes_per_token;
+        let values = body * (self.kv_bytes_per_token - self.key_bytes_per_token);
+        self.entry_recurrent_bytes + keys + values + tokens * size_of::<u32>()
     }
 }

@@ -25,9 +25,7 @@ pub struct Model<B: Backend> {
 
 impl<B: Backend> Clone for Model<B> {
     fn clone(&self) -> Self {
-        Model {
-            inner: self.inner.clone(),
-        }
+        Model { inner: self.inner.clone() }
     }
 }
 
@@ -56,29 +54,15 @@ impl<B: Backend> Model<B> {
             DType::F64 => (DType::F32, DType::F64),
             other => (other, other),
         };
-        let mut loader = Loader {
-            backend,
-            checkpoint,
-            dtype,
-            progress: options.progress,
-            bytes: 0,
-        };
+        let mut loader = Loader { backend, checkpoint, dtype, progress: options.progress, bytes: 0 };
         let vocabulary = |name: &str| [RowSource::all(name, spec.vocab)];
         let embed = Arc::new(loader.linear(&vocabulary(&spec.embed), spec.hidden)?);
         let head = match &spec.head {
+            Some(name) if !checkpoint.has(name) => return Err(lacks_head(name, &spec)),
             Some(name) => Arc::new(loader.linear(&vocabulary(name), spec.hidden)?),
             None => embed.clone(),
         };
-        if let Some(name) = spec.tied_head.as_ref().filter(|name| checkpoint.has(name)) {
-            let shape = [spec.vocab, spec.hidden];
-            if checkpoint.tensor(name, &shape)? != checkpoint.tensor(&spec.embed, &shape)? {
-                let problem = format!(
-                    "tensor {name} differs from {}, but config.json has tie_word_embeddings",
-                    spec.embed
-                );
-                return Err(ModelError::checkpoint("weights", problem));
-            }
-        }
+        check_tied_head(checkpoint, &spec)?;
         let final_norm = loader.norm(&spec.final_norm)?;
         let mut layers = Vec::with_capacity(spec.layers.len());
         for layer in &spec.layers {
@@ -161,4 +145,30 @@ impl<B: Backend> Model<B> {
     pub(crate) fn final_norm(&self) -> &Norm<B> {
         &self.inner.final_norm
     }
+}
+
+fn lacks_head(name: &str, spec: &ModelSpec) -> ModelError {
+    let problem = format!(
+        "lacks tensor {name}, expected with shape {:?}: without one, config.json needs \"tie_word_embeddings\": true",
+        [spec.vocab, spec.hidden]
+    );
+    ModelError::checkpoint("weights", problem)
+}
+
+/// A head tensor beside a tied head must say the same as the embedding.
+fn check_tied_head(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
+    let Some((name, file)) = spec.tied_head.as_ref().and_then(|name| Some((name, checkpoint.file_of(name)?))) else {
+        return Ok(());
+    };
+    let shape = [spec.vocab, spec.hidden];
+    let (head, embed) = (checkpoint.tensor(name, &shape)?, checkpoint.tensor(&spec.embed, &shape)?);
+    // Bytes first: NaN is not equal to itself.
+    if head == embed || (head.dtype() != embed.dtype() && head.to_f32() == embed.to_f32()) {
+        return Ok(());
+    }
+    let problem = format!(
+        "tensor {name} differs from {}, but config.json has tie_word_embeddings: set it to false to use {name}",
+        spec.embed
+    );
+    Err(ModelError::checkpoint(file, problem))
 }

@@ -35,21 +35,11 @@ impl<B: Backend> Prefill<B> {
         chunk: usize,
         sink: Arc<dyn PartSink<B>>,
     ) -> Self {
-        assert!(
-            tokens.len() > seam,
-            "a segment of {} tokens has no body behind a seam of {seam}",
-            tokens.len()
-        );
+        assert!(tokens.len() > seam, "a segment of {} tokens has no body behind a seam of {seam}", tokens.len());
         let body = anchor.len() + seam;
         let state = RunningState::new(backend, model, -(anchor.len() as i64));
         let capture = Capture::new(backend, model, body, false, sink);
-        Prefill {
-            ids: [anchor, tokens].concat(),
-            done: 0,
-            body,
-            chunk,
-            going: Some((state, capture)),
-        }
+        Prefill { ids: [anchor, tokens].concat(), done: 0, body, chunk, going: Some((state, capture)) }
     }
 
     /// Rows still to be computed.
@@ -78,12 +68,7 @@ impl<B: Backend> Prefill<B> {
         capture.last = to == self.ids.len();
         let run = self.ids[self.done..to].to_vec();
         self.done = to;
-        Sequence {
-            state,
-            items: vec![Item::Run(run)],
-            capture: Some(capture),
-            logits: Logits::None,
-        }
+        Sequence { state, items: vec![Item::Run(run)], capture: Some(capture), logits: Logits::None }
     }
 
     /// The piece after its pass.
@@ -108,11 +93,7 @@ fn next_cut(done: usize, total: usize, body: usize, chunk: usize) -> usize {
     if cut > done {
         return cut;
     }
-    let next = if done < body {
-        (done / GRID + 1) * GRID
-    } else {
-        body + ((done - body) / GRID + 1) * GRID
-    };
+    let next = if done < body { (done / GRID + 1) * GRID } else { body + ((done - body) / GRID + 1) * GRID };
     if done < body { next.min(body) } else { next.min(total) }
 }
 
@@ -157,11 +138,8 @@ mod tests {
                     while done < total {
                         let cut = next_cut(done, total, body, chunk);
                         assert!(cut > done, "{done} {total} {body} {chunk}");
-                        let on_grid = if cut <= body {
-                            cut % GRID == 0 || cut == body
-                        } else {
-                            (cut - body) % GRID == 0
-                        };
+                        let on_grid =
+                            if cut <= body { cut % GRID == 0 || cut == body } else { (cut - body) % GRID == 0 };
                         assert!(on_grid || cut == total, "{done} {total} {body} {chunk}: {cut}");
                         done = cut;
                     }

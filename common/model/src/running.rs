@@ -52,23 +52,14 @@ pub(crate) struct HeldSpan<B: Backend> {
 
 impl<B: Backend> Clone for HeldSpan<B> {
     fn clone(&self) -> Self {
-        HeldSpan {
-            kv: self.kv.clone(),
-            range: self.range.clone(),
-            origin: self.origin,
-        }
+        HeldSpan { kv: self.kv.clone(), range: self.range.clone(), origin: self.origin }
     }
 }
 
 impl<B: Backend> HeldSpan<B> {
     /// The span as the attention op takes it, seen from row `from_row` on.
     pub fn seen_from(&self, from_row: usize) -> Span<'_, B> {
-        Span {
-            kv: self.kv.kv(),
-            range: self.range.clone(),
-            origin: self.origin,
-            from_row,
-        }
+        Span { kv: self.kv.kv(), range: self.range.clone(), origin: self.origin, from_row }
     }
 }
 
@@ -98,11 +89,7 @@ impl<B: Backend> RunningState<B> {
     /// The state before any token; the first row stands at `position` (0, or minus the length of an anchor).
     pub fn new(backend: &B, model: &Model<B>, position: i64) -> Self {
         let layers = model.layers().iter().map(|layer| empty_layer(backend, layer)).collect();
-        RunningState {
-            layers,
-            position,
-            own_rows: 0,
-        }
+        RunningState { layers, position, own_rows: 0 }
     }
 
     /// Position of the next token.
@@ -112,30 +99,18 @@ impl<B: Backend> RunningState<B> {
 
     /// A state of its own that goes on where `frozen` stopped.
     pub fn resume(backend: &B, model: &Model<B>, frozen: &FrozenState<B>) -> Self {
-        let layers = model
-            .layers()
-            .iter()
-            .zip(&frozen.layers)
-            .map(|(layer, state)| match state {
-                FrozenLayer::Recurrent { state, window } => LayerState::Recurrent {
-                    state: backend.duplicate(state),
-                    window: backend.duplicate(window),
-                },
-                FrozenLayer::Attention { spans } => {
-                    let LayerState::Attention { own, .. } = empty_layer(backend, layer) else {
-                        unreachable!("a frozen state has the layout of its model")
-                    };
-                    LayerState::Attention {
-                        spans: spans.clone(),
-                        own,
-                    }
-                }
-            });
-        RunningState {
-            layers: layers.collect(),
-            position: frozen.position,
-            own_rows: 0,
-        }
+        let layers = model.layers().iter().zip(&frozen.layers).map(|(layer, state)| match state {
+            FrozenLayer::Recurrent { state, window } => {
+                LayerState::Recurrent { state: backend.duplicate(state), window: backend.duplicate(window) }
+            }
+            FrozenLayer::Attention { spans } => {
+                let LayerState::Attention { own, .. } = empty_layer(backend, layer) else {
+                    unreachable!("a frozen state has the layout of its model")
+                };
+                LayerState::Attention { spans: spans.clone(), own }
+            }
+        });
+        RunningState { layers: layers.collect(), position: frozen.position, own_rows: 0 }
     }
 
     /// The recurrent state of layer `layer`, `[heads, d_k, d_v]`, and its convolution window
@@ -171,10 +146,7 @@ fn empty_layer<B: Backend>(backend: &B, layer: &Layer<B>) -> LayerState<B> {
             state: backend.zeros(&[m.shape.heads, m.shape.d_k, m.shape.d_v]),
             window: backend.zeros(&[m.kernel - 1, m.shape.channels()]),
         },
-        Mixer::Attention(m) => LayerState::Attention {
-            spans: Vec::new(),
-            own: backend.kv(m.shape.kv),
-        },
+        Mixer::Attention(m) => LayerState::Attention { spans: Vec::new(), own: backend.kv(m.shape.kv) },
     }
 }
 

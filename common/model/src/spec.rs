@@ -109,13 +109,7 @@ pub struct RowSource {
 impl RowSource {
     /// All `rows` of a tensor.
     pub fn all(name: impl Into<String>, rows: usize) -> Self {
-        RowSource {
-            name: name.into(),
-            blocks: 1,
-            block_rows: rows,
-            skip: 0,
-            take: rows,
-        }
+        RowSource { name: name.into(), blocks: 1, block_rows: rows, skip: 0, take: rows }
     }
 
     /// Number of rows taken.

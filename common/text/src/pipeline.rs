@@ -13,7 +13,8 @@ use crate::conversation::TemplateView;
 use crate::detokenize::Detokenizer;
 use crate::error::TextError;
 use crate::files::TextFiles;
-use crate::prompt::{ChatPrompt, RawPrompt, Segmented, Tokenized};
+use crate::memo::TokenMemo;
+use crate::prompt::{ChatPrompt, Piece, RawPrompt, Segmented, Tokenized};
 use crate::segment::{segment_chat, segment_raw};
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
@@ -144,9 +145,26 @@ impl TextPipeline {
     /// # Errors
     /// When the query has no tokens.
     pub fn tokenize(&self, segmented: &Segmented) -> Result<Tokenized, TextError> {
+        self.tokenize_by(segmented, |piece| self.tokenizer.encode(piece))
+    }
+
+    /// The same, with the ids of segments that were encoded before taken from `memo`. What one `scope` has
+    /// encoded another does not see.
+    ///
+    /// # Errors
+    /// When the query has no tokens.
+    pub fn tokenize_with(&self, segmented: &Segmented, memo: &TokenMemo, scope: &[u8]) -> Result<Tokenized, TextError> {
+        self.tokenize_by(segmented, |piece| memo.get_or(scope, piece, || self.tokenizer.encode(piece)))
+    }
+
+    fn tokenize_by(
+        &self,
+        segmented: &Segmented,
+        encode: impl Fn(&Piece) -> Result<Vec<u32>, TextError>,
+    ) -> Result<Tokenized, TextError> {
         let mut segments = Vec::with_capacity(segmented.segments.len());
         for piece in &segmented.segments {
-            let ids = self.tokenizer.encode(piece)?;
+            let ids = encode(piece)?;
             if !ids.is_empty() {
                 segments.push(ids);
             }

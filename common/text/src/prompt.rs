@@ -97,7 +97,7 @@ pub struct RawPrompt {
 }
 
 /// A stretch of the prompt that is tokenized alone.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Piece {
     /// The text.
     pub text: String,
@@ -108,7 +108,7 @@ pub struct Piece {
 }
 
 /// Which added tokens of a piece become these tokens.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum AddedTokens {
     /// None: the whole text is the client's.
     Ordinary,
@@ -164,20 +164,4 @@ pub struct Tokenized {
     /// For prompts without marks: where each chat message ends, as token offsets in `query`, ascending, each in
     /// `1..query.len()`. A place inside a token is rounded down.
     pub message_ends: Vec<usize>,
-}
-
-/// Marks every text part but the last one of the last message, which belongs to the query
-/// (`"hypic": {"segments": "parts"}`). Contents sent as plain strings have no parts and stay unmarked.
-pub fn mark_parts_before_query(messages: &mut [Message]) {
-    let Some(last_message) = messages.len().checked_sub(1) else {
-        return;
-    };
-    for (index, message) in messages.iter_mut().enumerate() {
-        let Some(Content::Parts(parts)) = &mut message.content else {
-            continue;
-        };
-        let kept_out = usize::from(index == last_message);
-        let marked = parts.len().saturating_sub(kept_out);
-        parts[..marked].iter_mut().for_each(|part| part.segment = true);
-    }
 }

@@ -2,7 +2,7 @@
 
 mod support;
 
-use hypic_text::{ChatPrompt, Content, Message, Part, RawPrompt, TextErrorKind, TextPipeline, mark_parts_before_query};
+use hypic_text::{ChatPrompt, Message, Part, RawPrompt, TextErrorKind, TextPipeline};
 use serde_json::{Map, json};
 use support::*;
 
@@ -65,24 +65,6 @@ fn pieces_between_marks_are_segments_and_the_rest_is_the_query() {
     );
     assert!(tokenized.message_ends.is_empty());
     assert_eq!(tokenized.segments[0].iter().filter(|id| **id == 1).count(), 2);
-}
-
-#[test]
-fn parts_before_the_query_can_be_marked_at_once() {
-    let mut messages = vec![
-        Message::parts("user", vec![part("a", false)]),
-        Message::text("assistant", "b"),
-        Message::parts("user", vec![part("c", false), part("d", false)]),
-    ];
-    mark_parts_before_query(&mut messages);
-    let marked = |message: &Message| match &message.content {
-        Some(Content::Parts(parts)) => parts.iter().map(|part| part.segment).collect(),
-        _ => Vec::new(),
-    };
-    assert_eq!(
-        messages.iter().map(marked).collect::<Vec<_>>(),
-        [vec![true], vec![], vec![true, false]]
-    );
 }
 
 #[test]

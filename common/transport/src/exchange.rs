@@ -44,10 +44,7 @@ pub struct Transfer {
 impl Transfer {
     /// Open one.
     pub fn open(transfers: &Arc<dyn Transfers>) -> Self {
-        Transfer {
-            id: transfers.open(),
-            transfers: transfers.clone(),
-        }
+        Transfer { id: transfers.open(), transfers: transfers.clone() }
     }
 
     /// Its name.
@@ -74,9 +71,7 @@ pub struct Exchange<S: Storage> {
 
 impl<S: Storage> Clone for Exchange<S> {
     fn clone(&self) -> Self {
-        Exchange {
-            lines: self.lines.clone(),
-        }
+        Exchange { lines: self.lines.clone() }
     }
 }
 
@@ -114,15 +109,7 @@ impl<S: Storage> Exchange<S> {
 impl<S: Storage> Transfers for Exchange<S> {
     fn open(&self) -> TransferId {
         let id = TransferId::fresh();
-        self.lines.insert(
-            id,
-            Arc::new(Line {
-                state: Mutex::new(State {
-                    end: End::Open,
-                    waker: None,
-                }),
-            }),
-        );
+        self.lines.insert(id, Arc::new(Line { state: Mutex::new(State { end: End::Open, waker: None }) }));
         id
     }
 

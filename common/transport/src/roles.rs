@@ -177,6 +177,8 @@ pub type Hold = Arc<dyn Any + Send + Sync>;
 pub enum GenerationEvent {
     /// The prompt's first work has begun.
     Started(Instant),
+    /// So many more of the plan's own rows are done.
+    Rows(usize),
     /// The prompt is done: the device's time that its own rows took.
     Composed(Duration),
     /// A token of one answer.

@@ -94,9 +94,7 @@ impl SamplingParams {
             let message = format!("{} is out of range: use a number above 0", self.repetition_penalty);
             return Err(SamplingError::new("repetition_penalty", message));
         }
-        self.logit_bias
-            .iter()
-            .try_for_each(|&(_, bias)| within("logit_bias", bias, &LOGIT_BIAS))
+        self.logit_bias.iter().try_for_each(|&(_, bias)| within("logit_bias", bias, &LOGIT_BIAS))
     }
 
     /// Check that every token id in `logit_bias` is below `vocabulary`, the number of logits.
@@ -116,10 +114,6 @@ fn within(field: &'static str, value: f32, range: &RangeInclusive<f32>) -> Resul
     if range.contains(&value) {
         return Ok(());
     }
-    let message = format!(
-        "{value} is out of range: use a number from {} to {}",
-        range.start(),
-        range.end()
-    );
+    let message = format!("{value} is out of range: use a number from {} to {}", range.start(), range.end());
     Err(SamplingError::new(field, message))
 }

@@ -85,9 +85,7 @@ impl Local {
                 "tokenizer.json has {ids} token ids but the model's embedding has {rows} rows: they do not belong together"
             );
         }
-        let store_config = StoreConfig {
-            capacity_bytes: config.cache_bytes,
-        };
+        let store_config = StoreConfig { capacity_bytes: config.cache_bytes };
         let store: Store<Cpu, PrefixState<Cpu>> = Store::new(store_config);
         let exchange = Exchange::default();
         let interest = Interest::default();
@@ -96,42 +94,17 @@ impl Local {
         for i in 0..config.workers {
             let settings = WorkerConfig::named(format!("worker-{i}"));
             let (backend, model) = (Cpu::with_isa(threads, device.isa()), model.clone());
-            let worker = Worker::start(
-                settings,
-                backend,
-                model,
-                store.clone(),
-                exchange.clone(),
-                interest.clone(),
-            );
+            let worker = Worker::start(settings, backend, model, store.clone(), exchange.clone(), interest.clone());
             scatter.push(Arc::new(worker.context("cannot start a scatter worker")?));
         }
         let settings = CombinerConfig::named("combiner-0");
         let kernel_set = device.kernel_set();
-        let combiner = Combiner::start(
-            settings,
-            device,
-            model.clone(),
-            store.clone(),
-            store_config,
-            exchange.clone(),
-        );
+        let combiner = Combiner::start(settings, device, model.clone(), store.clone(), store_config, exchange.clone());
         let combiner = Arc::new(combiner.context("cannot start the combiner")?);
         let served = served(&config.name, &model, checkpoint)?;
-        let fleet = Fleet {
-            scatter,
-            combine: combiner.clone(),
-            transfers: Arc::new(exchange.clone()),
-        };
+        let fleet = Fleet { scatter, combine: combiner.clone(), transfers: Arc::new(exchange.clone()) };
         let router = Arc::new(Router::new(config.router, served, text, fleet));
-        Ok(Local {
-            router,
-            combiner,
-            store,
-            exchange,
-            model,
-            kernel_set,
-        })
+        Ok(Local { router, combiner, store, exchange, model, kernel_set })
     }
 
     /// What answers requests.
@@ -192,11 +165,7 @@ fn served(name: &str, model: &Model<Cpu>, checkpoint: &Checkpoint) -> Result<Ser
         sampling = sampling_defaults(generation)?;
     }
     Ok(Served {
-        card: ModelCard {
-            id: name.to_string(),
-            created,
-            context,
-        },
+        card: ModelCard { id: name.to_string(), created, context },
         space: KeySpace::new(Fingerprint(model.fingerprint()), model.dtype()),
         vocab: spec.vocab,
         compose: model.default_compose(),

@@ -35,9 +35,7 @@ impl ModelSource {
             ModelSource::Demo => "hypic-demo".to_string(),
             ModelSource::Dir(dir) => {
                 let whole = dir.canonicalize().unwrap_or_else(|_| dir.clone());
-                whole
-                    .file_name()
-                    .map_or_else(|| "model".to_string(), |n| n.to_string_lossy().into_owned())
+                whole.file_name().map_or_else(|| "model".to_string(), |n| n.to_string_lossy().into_owned())
             }
         }
     }
@@ -99,8 +97,5 @@ fn check_dir(dir: &Path) -> Result<()> {
         return Ok(());
     }
     let what = if dir.exists() { "is a file" } else { "does not exist" };
-    anyhow::bail!(
-        "--model {} {what}: give a directory with config.json and model.safetensors",
-        dir.display()
-    )
+    anyhow::bail!("--model {} {what}: give a directory with config.json and model.safetensors", dir.display())
 }

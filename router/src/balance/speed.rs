@@ -43,10 +43,7 @@ impl Default for SpeedConfig {
     /// A small model on a few cores; the first completed job corrects the scale.
     fn default() -> Self {
         SpeedConfig {
-            prior: Speed {
-                linear: 1e-4,
-                quadratic: 5e-9,
-            },
+            prior: Speed { linear: 1e-4, quadratic: 5e-9 },
             memory_jobs: 32.0,
             outlier_factor: 4.0,
             shape_weight: 0.02,
@@ -72,18 +69,9 @@ pub(super) struct SpeedModel {
 impl SpeedModel {
     pub(super) fn new(config: &SpeedConfig) -> Self {
         let Speed { linear, quadratic } = config.prior;
-        debug_assert!(
-            linear >= 0.0 && quadratic >= 0.0 && linear + quadratic > 0.0,
-            "prior: {:?}",
-            config.prior
-        );
+        debug_assert!(linear >= 0.0 && quadratic >= 0.0 && linear + quadratic > 0.0, "prior: {:?}", config.prior);
         debug_assert!(config.memory_jobs > 1.0 && config.outlier_factor > 1.0 && config.shape_weight > 0.0);
-        SpeedModel {
-            prior: config.prior,
-            speed: config.prior,
-            measured: 0,
-            sums: [0.0; 7],
-        }
+        SpeedModel { prior: config.prior, speed: config.prior, measured: 0, sums: [0.0; 7] }
     }
 
     /// The present estimate.
@@ -103,11 +91,7 @@ impl SpeedModel {
             return;
         }
         // The first measurement is believed: the prior may be of another machine altogether.
-        let factor = if self.measured == 0 {
-            f64::INFINITY
-        } else {
-            config.outlier_factor
-        };
+        let factor = if self.measured == 0 { f64::INFINITY } else { config.outlier_factor };
         let seconds = seconds.clamp(expected / factor, expected * factor);
 
         let tokens = tokens as f64;
@@ -137,9 +121,6 @@ impl SpeedModel {
             (x, y) = (ut / uu, 0.0);
         }
         debug_assert!(x >= 0.0 && y >= 0.0 && (x + y).is_finite(), "scales {x} and {y}");
-        Speed {
-            linear: x * self.prior.linear,
-            quadratic: y * self.prior.quadratic,
-        }
+        Speed { linear: x * self.prior.linear, quadratic: y * self.prior.quadratic }
     }
 }

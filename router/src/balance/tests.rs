@@ -5,13 +5,7 @@ use super::*;
 
 /// One microsecond per token and no quadratic share, so that makespans can be counted in tokens.
 fn per_token() -> SpeedConfig {
-    SpeedConfig {
-        prior: Speed {
-            linear: 1e-6,
-            quadratic: 0.0,
-        },
-        ..SpeedConfig::default()
-    }
+    SpeedConfig { prior: Speed { linear: 1e-6, quadratic: 0.0 }, ..SpeedConfig::default() }
 }
 
 fn fleet(config: SpeedConfig, workers: usize) -> Balancer {
@@ -53,10 +47,7 @@ fn lpt(tokens: &[usize], workers: usize) -> usize {
 }
 
 fn round_robin(tokens: &[usize], workers: usize) -> usize {
-    (0..workers)
-        .map(|worker| tokens.iter().skip(worker).step_by(workers).sum())
-        .max()
-        .unwrap()
+    (0..workers).map(|worker| tokens.iter().skip(worker).step_by(workers).sum()).max().unwrap()
 }
 
 /// The best makespan, by trying every assignment that is not worse than the best one found.
@@ -86,10 +77,7 @@ fn makespans_stay_within_grahams_bound() {
         optimum(&tokens, &mut vec![0; workers], &mut best);
         let ratio = lpt(&tokens, workers) as f64 / best as f64;
         let bound = 4.0 / 3.0 - 1.0 / (3.0 * workers as f64);
-        assert!(
-            (1.0..=bound).contains(&ratio),
-            "{ratio:.3} of the best on {workers} workers: {tokens:?}"
-        );
+        assert!((1.0..=bound).contains(&ratio), "{ratio:.3} of the best on {workers} workers: {tokens:?}");
         ratios.push(ratio);
     }
     let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
@@ -110,11 +98,7 @@ fn uneven_segments_take_far_longer_round_robin() {
         let tokens: Vec<usize> = (0..32).map(|_| numbers.uneven()).collect();
         balanced += lpt(&tokens, 4);
         in_turn += round_robin(&tokens, 4);
-        bound += tokens
-            .iter()
-            .sum::<usize>()
-            .div_ceil(4)
-            .max(*tokens.iter().max().unwrap());
+        bound += tokens.iter().sum::<usize>().div_ceil(4).max(*tokens.iter().max().unwrap());
     }
     let (gain, excess) = (in_turn as f64 / balanced as f64, balanced as f64 / bound as f64);
     println!("round robin takes {gain:.2} times as long; LPT takes {excess:.3} times the lower bound");
@@ -128,10 +112,7 @@ fn the_longest_goes_first_and_the_backlog_counts() {
     let earlier = balancer.assign(&[50]).unwrap();
     let assignments = balancer.assign(&[10, 40, 20, 0]).unwrap();
     let placed: Vec<_> = assignments.iter().map(|a| (a.segment, a.worker.as_str())).collect();
-    assert_eq!(
-        placed,
-        [(1, "worker-1"), (2, "worker-1"), (0, "worker-0"), (3, "worker-0")]
-    );
+    assert_eq!(placed, [(1, "worker-1"), (2, "worker-1"), (0, "worker-0"), (3, "worker-0")]);
     assert_eq!(assignments[0].estimate, Duration::from_micros(40));
     assert_eq!(assignments[0].charge.estimate(), Duration::from_micros(40));
     drop(assignments);
@@ -142,21 +123,10 @@ fn the_longest_goes_first_and_the_backlog_counts() {
 
 #[test]
 fn the_attention_share_makes_long_segments_dearer() {
-    let balancer = fleet(
-        SpeedConfig {
-            prior: Speed {
-                linear: 1e-6,
-                quadratic: 1e-9,
-            },
-            ..per_token()
-        },
-        2,
-    );
+    let balancer = fleet(SpeedConfig { prior: Speed { linear: 1e-6, quadratic: 1e-9 }, ..per_token() }, 2);
     // 3000 tokens take 12 ms, 2000 take 6, 1000 take 2: by tokens alone the halves would be 3000 and 3 x 1000.
     let assignments = balancer.assign(&[1000, 1000, 1000, 3000, 2000]).unwrap();
-    let of_first = assignments
-        .iter()
-        .filter(|assignment| assignment.worker.as_str() == "worker-0");
+    let of_first = assignments.iter().filter(|assignment| assignment.worker.as_str() == "worker-0");
     assert_eq!(of_first.map(|assignment| assignment.segment).collect::<Vec<_>>(), [3]);
     assert_eq!(balancer.estimate("worker-0", 3000), Some(Duration::from_millis(12)));
     assert_eq!(balancer.estimate("nobody", 3000), None);
@@ -167,26 +137,15 @@ fn a_faster_worker_gets_more() {
     let balancer = fleet(per_token(), 3);
     for assignment in balancer.assign(&[100; 30]).unwrap() {
         // The second worker is three times as fast as the others.
-        let time = if assignment.worker.as_str() == "worker-1" {
-            100
-        } else {
-            300
-        };
+        let time = if assignment.worker.as_str() == "worker-1" { 100 } else { 300 };
         assignment.charge.complete(Duration::from_micros(time));
     }
     let assignments = balancer.assign(&[100; 50]).unwrap();
-    let share = |worker: &str| {
-        assignments
-            .iter()
-            .filter(|assignment| assignment.worker.as_str() == worker)
-            .count()
-    };
+    let share = |worker: &str| assignments.iter().filter(|assignment| assignment.worker.as_str() == worker).count();
     assert_eq!([share("worker-0"), share("worker-1"), share("worker-2")], [10, 30, 10]);
     let times = backlogs(&balancer);
     assert!(
-        times
-            .iter()
-            .all(|time| time.abs_diff(Duration::from_micros(3000)) < Duration::from_micros(2)),
+        times.iter().all(|time| time.abs_diff(Duration::from_micros(3000)) < Duration::from_micros(2)),
         "{times:?}"
     );
 }
@@ -207,11 +166,7 @@ fn a_worker_without_measurements_is_taken_for_an_average_one() {
 #[test]
 fn charges_are_given_back_once_however_the_work_ends() {
     let balancer = fleet(per_token(), 1);
-    let mut charges = balancer
-        .assign(&[100, 200, 300])
-        .unwrap()
-        .into_iter()
-        .map(|assignment| assignment.charge);
+    let mut charges = balancer.assign(&[100, 200, 300]).unwrap().into_iter().map(|assignment| assignment.charge);
     let load = |balancer: &Balancer| (backlogs(balancer)[0].as_micros(), balancer.loads()[0].segments);
     assert_eq!(load(&balancer), (600, 3));
     charges.next().unwrap().complete(Duration::from_micros(3000));
@@ -252,14 +207,7 @@ fn charges_of_a_removed_worker_are_inert() {
 fn no_worker_is_an_error_that_says_why() {
     let balancer = fleet(per_token(), 0);
     let error = balancer.assign(&[5, 6]).unwrap_err();
-    assert_eq!(
-        error,
-        BalanceError::NoWorker {
-            segments: 2,
-            known: 0,
-            excluded: 0
-        }
-    );
+    assert_eq!(error, BalanceError::NoWorker { segments: 2, known: 0, excluded: 0 });
     assert!(balancer.assign(&[]).unwrap().is_empty());
     balancer.add_worker("a").unwrap();
     balancer.add_worker("b").unwrap();
@@ -267,22 +215,9 @@ fn no_worker_is_an_error_that_says_why() {
     let only = balancer.assign_excluding(&[5, 6, 7], &["a".into()]).unwrap();
     assert!(only.iter().all(|assignment| assignment.worker.as_str() == "b"));
     drop(only);
-    let error = balancer
-        .assign_excluding(&[5], &["a".into(), "b".into(), "c".into()])
-        .unwrap_err();
-    assert_eq!(
-        error,
-        BalanceError::NoWorker {
-            segments: 1,
-            known: 2,
-            excluded: 2
-        }
-    );
-    assert_eq!(
-        backlogs(&balancer),
-        [Duration::ZERO; 2],
-        "a refused list charges nobody"
-    );
+    let error = balancer.assign_excluding(&[5], &["a".into(), "b".into(), "c".into()]).unwrap_err();
+    assert_eq!(error, BalanceError::NoWorker { segments: 1, known: 2, excluded: 2 });
+    assert_eq!(backlogs(&balancer), [Duration::ZERO; 2], "a refused list charges nobody");
 }
 
 #[test]
@@ -300,9 +235,7 @@ fn loads_return_to_zero_under_concurrent_use() {
                     while held.len() > 8 {
                         let assignment = held.swap_remove(numbers.below(held.len()));
                         if numbers.below(2) == 0 {
-                            assignment
-                                .charge
-                                .complete(Duration::from_micros(numbers.below(10_000) as u64));
+                            assignment.charge.complete(Duration::from_micros(numbers.below(10_000) as u64));
                         }
                     }
                     if seed == 1 && round % 50 == 49 {
@@ -332,10 +265,7 @@ fn learned(truth: Speed, jobs: usize, config: &SpeedConfig) -> SpeedModel {
 
 fn assert_close(model: &SpeedModel, truth: Speed, tokens: usize, tolerance: f64) {
     let ratio = model.speed().time(tokens).as_secs_f64() / truth.time(tokens).as_secs_f64();
-    assert!(
-        (ratio - 1.0).abs() < tolerance,
-        "{tokens} tokens: {ratio:.3} times the true time"
-    );
+    assert!((ratio - 1.0).abs() < tolerance, "{tokens} tokens: {ratio:.3} times the true time");
 }
 
 #[test]
@@ -343,10 +273,7 @@ fn both_shares_are_learned_from_uneven_jobs() {
     let config = SpeedConfig::default();
     let prior = config.prior;
     for (linear, quadratic) in [(1.0, 1.0), (20.0, 20.0), (0.05, 0.2), (3.0, 0.5), (1.0, 0.0)] {
-        let truth = Speed {
-            linear: prior.linear * linear,
-            quadratic: prior.quadratic * quadratic,
-        };
+        let truth = Speed { linear: prior.linear * linear, quadratic: prior.quadratic * quadratic };
         let model = learned(truth, 200, &config);
         for tokens in [256, 2_048, 16_384, 32_768] {
             assert_close(&model, truth, tokens, 0.1);
@@ -357,10 +284,7 @@ fn both_shares_are_learned_from_uneven_jobs() {
 #[test]
 fn jobs_of_one_length_scale_the_prior() {
     let config = SpeedConfig::default();
-    let truth = Speed {
-        linear: config.prior.linear * 7.0,
-        quadratic: config.prior.quadratic * 7.0,
-    };
+    let truth = Speed { linear: config.prior.linear * 7.0, quadratic: config.prior.quadratic * 7.0 };
     let mut model = SpeedModel::new(&config);
     model.learn(512, truth.time(512), &config);
     // One job is enough, and says as much of other lengths as the prior's shape allows.
@@ -374,10 +298,7 @@ fn jobs_of_one_length_scale_the_prior() {
 #[test]
 fn one_odd_measurement_moves_little_and_a_change_of_speed_is_followed() {
     let config = SpeedConfig::default();
-    let truth = Speed {
-        linear: 3e-4,
-        quadratic: 2e-8,
-    };
+    let truth = Speed { linear: 3e-4, quadratic: 2e-8 };
     for odd in [1e-4, 1e4] {
         let mut model = learned(truth, 100, &config);
         model.learn(1024, truth.time(1024).mul_f64(odd), &config);
@@ -387,14 +308,9 @@ fn one_odd_measurement_moves_little_and_a_change_of_speed_is_followed() {
     model.learn(0, Duration::from_secs(1), &config);
     model.learn(100, Duration::ZERO, &config);
     assert_eq!(model.measured(), 100, "such jobs say nothing");
-    let slower = Speed {
-        linear: truth.linear * 5.0,
-        quadratic: truth.quadratic * 5.0,
-    };
+    let slower = Speed { linear: truth.linear * 5.0, quadratic: truth.quadratic * 5.0 };
     for _ in 0..20 {
-        [300, 3_000, 9_000]
-            .iter()
-            .for_each(|&tokens| model.learn(tokens, slower.time(tokens), &config));
+        [300, 3_000, 9_000].iter().for_each(|&tokens| model.learn(tokens, slower.time(tokens), &config));
     }
     assert_close(&model, slower, 3_000, 0.25);
 }

@@ -30,33 +30,42 @@ pub(super) fn request(message: v1::GenerateRequest, deadline: Option<Duration>) 
     })
 }
 
+/// What is wrong with a field of a request with this prompt, under the field's path in the message.
+pub(super) fn named(prompt: &Prompt) -> impl Fn(Error) -> Error + use<> {
+    let (prompt, query) = match prompt {
+        Prompt::Chat(_) => ("chat", "chat"),
+        Prompt::Raw { .. } => ("text", "text.query"),
+        Prompt::Tokens { .. } => ("tokens", "tokens.query"),
+    };
+    move |mut error| {
+        error.param = error.param.map(|name| match name.as_str() {
+            "prompt" => prompt.to_owned(),
+            "query" => query.to_owned(),
+            "separator" => format!("options.{name}"),
+            "temperature" | "top_k" | "top_p" | "min_p" | "presence_penalty" | "frequency_penalty"
+            | "repetition_penalty" | "logit_bias" => format!("sampling.{name}"),
+            name if name.starts_with("messages") => format!("chat.{name}"),
+            _ => name,
+        });
+        error
+    }
+}
+
 fn prompt(prompt: Option<generate_request::Prompt>, separated: bool) -> Result<Prompt, Error> {
     match prompt {
-        None => Err(Error::invalid(
-            "prompt",
-            "the request has no prompt: set chat, text or tokens",
-        )),
+        None => Err(Error::invalid("prompt", "the request has no prompt: set chat, text or tokens")),
         Some(generate_request::Prompt::Chat(chat)) => {
             Ok(Prompt::Chat(chat.messages.into_iter().map(chat_message).collect()))
         }
         Some(generate_request::Prompt::Text(text)) => {
             if text.query.is_empty() && !separated {
-                return Err(Error::invalid(
-                    "text.query",
-                    "the query is empty: it needs at least one token",
-                ));
+                return Err(Error::invalid("text.query", "the query is empty: it needs at least one token"));
             }
-            Ok(Prompt::Raw {
-                segments: text.segments,
-                query: text.query,
-            })
+            Ok(Prompt::Raw { segments: text.segments, query: text.query })
         }
         Some(generate_request::Prompt::Tokens(tokens)) => {
             if tokens.query.is_empty() {
-                return Err(Error::invalid(
-                    "tokens.query",
-                    "the query is empty: it needs at least one token",
-                ));
+                return Err(Error::invalid("tokens.query", "the query is empty: it needs at least one token"));
             }
             Ok(Prompt::Tokens {
                 segments: tokens.segments.into_iter().map(|s| s.ids).collect(),
@@ -68,29 +77,15 @@ fn prompt(prompt: Option<generate_request::Prompt>, separated: bool) -> Result<P
 }
 
 fn chat_message(message: v1::Message) -> Message {
-    let content: Vec<Part> = message
-        .parts
-        .into_iter()
-        .map(|p| Part {
-            text: p.text,
-            segment: p.segment,
-        })
-        .collect();
+    let content: Vec<Part> = message.parts.into_iter().map(|p| Part { text: p.text, segment: p.segment }).collect();
     // A lone unmarked part is what a plain string is over HTTP; templates may treat lists differently.
     let parts = content.len() > 1 || content.iter().any(|p| p.segment);
-    Message {
-        role: message.role,
-        content,
-        parts,
-    }
+    Message { role: message.role, content, parts }
 }
 
 fn prompt_options(options: v1::PromptOptions) -> Result<PromptOptions, Error> {
     let unknown = |name: &str, value: i32| {
-        Error::invalid(
-            format!("options.{name}"),
-            format!("options.{name} is {value}, which this server does not know"),
-        )
+        Error::invalid(format!("options.{name}"), format!("options.{name} is {value}, which this server does not know"))
     };
     let mode = match v1::Mode::try_from(options.mode).map_err(|_| unknown("mode", options.mode))? {
         v1::Mode::Unspecified => None,
@@ -149,10 +144,7 @@ pub(super) fn event(event: Event) -> Result<v1::GenerateResponse, Error> {
                 FinishReason::Stop => v1::FinishReason::Stop,
                 FinishReason::Length => v1::FinishReason::Length,
             };
-            generate_response::Event::Finished(v1::Finished {
-                choice,
-                reason: reason.into(),
-            })
+            generate_response::Event::Finished(v1::Finished { choice, reason: reason.into() })
         }
         Event::Report(report) => generate_response::Event::Report(self::report(report)),
         Event::Failed(error) => return Err(error),
@@ -177,11 +169,7 @@ fn token_logprobs(logprobs: TokenLogprobs) -> v1::TokenLogprobs {
 }
 
 fn token_logprob(token: TokenLogprob) -> v1::TokenLogprob {
-    v1::TokenLogprob {
-        token_id: token.token_id,
-        logprob: token.logprob,
-        bytes: token.bytes.map(Into::into),
-    }
+    v1::TokenLogprob { token_id: token.token_id, logprob: token.logprob, bytes: token.bytes.map(Into::into) }
 }
 
 fn report(report: Report) -> v1::Report {
@@ -213,19 +201,10 @@ fn segment_report(segment: SegmentReport) -> v1::SegmentReport {
         SegmentSource::Prefix => v1::SegmentSource::Prefix,
         SegmentSource::SeamOnly => v1::SegmentSource::SeamOnly,
     };
-    v1::SegmentReport {
-        tokens: segment.tokens,
-        reused: segment.reused,
-        source: source.into(),
-        worker: segment.worker,
-    }
+    v1::SegmentReport { tokens: segment.tokens, reused: segment.reused, source: source.into(), worker: segment.worker }
 }
 
 /// What clients are told of the model.
 pub(super) fn model(card: &ModelCard) -> v1::Model {
-    v1::Model {
-        id: card.id.clone(),
-        created: card.created,
-        context: card.context,
-    }
+    v1::Model { id: card.id.clone(), created: card.created, context: card.context }
 }

@@ -17,12 +17,7 @@ pub(super) fn of_call(metadata: &MetadataMap) -> Result<Option<Duration>, Error>
     let Some(value) = metadata.get(KEY) else {
         return Ok(None);
     };
-    let malformed = || {
-        Error::invalid(
-            KEY,
-            "grpc-timeout is malformed: up to eight digits and one of H M S m u n",
-        )
-    };
+    let malformed = || Error::invalid(KEY, "grpc-timeout is malformed: up to eight digits and one of H M S m u n");
     value.to_str().ok().and_then(parse).map(Some).ok_or_else(malformed)
 }
 

@@ -41,19 +41,18 @@ pub(crate) fn routes<E: Engine>(
         authenticate(keys.as_ref(), request.metadata())?;
         Ok(request)
     });
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .with_service_name("hypic.v1.Inference")
-        .with_service_name("grpc.health.v1.Health")
-        .build_v1()
-        .expect("the descriptors were made at build time");
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            .with_service_name("hypic.v1.Inference")
+            .with_service_name("grpc.health.v1.Health")
+    };
+    const DESCRIBED: &str = "the descriptors were made at build time";
     let (reporter, health) = tonic_health::server::health_reporter();
-    let routes = Routes::new(guarded)
-        .add_service(health)
-        .add_service(reflection)
-        .prepare()
-        .into_axum_router();
+    let routes = Routes::new(guarded).add_service(health).add_service(reflection().build_v1().expect(DESCRIBED))
+        // The older name of the same service, which most clients still ask for first.
+        .add_service(reflection().build_v1alpha().expect(DESCRIBED)).prepare().into_axum_router();
     (routes, report_health(reporter, shared))
 }
 
@@ -62,11 +61,8 @@ async fn report_health<E: Engine>(reporter: tonic_health::server::HealthReporter
     loop {
         let ready = shared.ready();
         if last != Some(ready) {
-            let status = if ready {
-                tonic_health::ServingStatus::Serving
-            } else {
-                tonic_health::ServingStatus::NotServing
-            };
+            let status =
+                if ready { tonic_health::ServingStatus::Serving } else { tonic_health::ServingStatus::NotServing };
             // The empty name stands for the whole server.
             for service in ["", "hypic.v1.Inference"] {
                 reporter.set_service_status(service, status).await;
@@ -85,8 +81,7 @@ async fn report_health<E: Engine>(reporter: tonic_health::server::HealthReporter
 
 fn authenticate(keys: Option<&ApiKeys>, metadata: &MetadataMap) -> Result<(), Status> {
     let Some(keys) = keys else { return Ok(()) };
-    keys.check(metadata.get("authorization").map(|value| value.as_bytes()))
-        .map_err(status)
+    keys.check(metadata.get("authorization").map(|value| value.as_bytes())).map_err(status)
 }
 
 /// A failure as gRPC tells it.
@@ -119,10 +114,7 @@ impl<E: Engine> Service<E> {
             return Ok(served);
         }
         let message = format!("the model '{id}' does not exist: this server has '{}'", served.id);
-        Err(status(Error {
-            param: Some("model".into()),
-            ..Error::new(ErrorKind::NotFound, message)
-        }))
+        Err(status(Error { param: Some("model".into()), ..Error::new(ErrorKind::NotFound, message) }))
     }
 }
 
@@ -137,7 +129,8 @@ impl<E: Engine> Inference for Service<E> {
             self.check_model(&message.model)?;
         }
         let request = convert::request(message, deadline).map_err(status)?;
-        let running = self.shared.start(request).await.map_err(status)?;
+        let named = convert::named(&request.prompt);
+        let running = self.shared.start(request).await.map_err(named).map_err(status)?;
         let events = futures::stream::unfold(Some(running), |running| async move {
             let mut running = running?;
             let event = running.next().await;
@@ -148,9 +141,7 @@ impl<E: Engine> Inference for Service<E> {
     }
 
     async fn models(&self, _: Request<ModelsRequest>) -> Result<Response<ModelsResponse>, Status> {
-        Ok(Response::new(ModelsResponse {
-            models: vec![convert::model(self.shared.engine.model())],
-        }))
+        Ok(Response::new(ModelsResponse { models: vec![convert::model(self.shared.engine.model())] }))
     }
 
     async fn get_model(&self, request: Request<GetModelRequest>) -> Result<Response<Model>, Status> {

@@ -41,11 +41,7 @@ pub(super) async fn whole(mut running: Running, identity: Identity, choices: u32
                 if pieces.iter().any(|piece| piece.finish.is_none()) {
                     return Err(unfinished().into());
                 }
-                let choices = pieces
-                    .iter()
-                    .enumerate()
-                    .map(|(i, piece)| piece.whole(identity.shape, i))
-                    .collect();
+                let choices = pieces.iter().enumerate().map(|(i, piece)| piece.whole(identity.shape, i)).collect();
                 return Ok(Json(identity.whole(choices, &report)).into_response());
             }
         }
@@ -80,9 +76,7 @@ pub(super) async fn stream(
             chunks.take(running.next().await);
         }
     });
-    Ok(Sse::new(events)
-        .keep_alive(KeepAlive::new().interval(keep_alive))
-        .into_response())
+    Ok(Sse::new(events).keep_alive(KeepAlive::new().interval(keep_alive)).into_response())
 }
 
 /// Turns events into chunks.
@@ -217,8 +211,5 @@ fn no_such_choice() -> Error {
 }
 
 fn unfinished() -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        "the server reported an answer that was not complete",
-    )
+    Error::new(ErrorKind::Internal, "the server reported an answer that was not complete")
 }

@@ -23,16 +23,15 @@ pub(super) struct Limits {
 
 /// Read the body of a request with these headers.
 pub(super) async fn read_json(headers: &HeaderMap, body: Body, limits: Limits) -> Result<Value, Failure> {
-    let sent = headers
-        .get(header::CONTENT_TYPE)
-        .map(|value| value.to_str().unwrap_or_default());
+    let sent = headers.get(header::CONTENT_TYPE).map(|value| value.to_str().unwrap_or_default());
     let essence = sent.map(|text| text.split(';').next().unwrap_or_default().trim().to_ascii_lowercase());
-    if essence.is_some_and(|t| t != "application/json" && !(t.starts_with("application/") && t.ends_with("+json"))) {
+    let is_json = |t: &str| t == "application/json" || (t.starts_with("application/") && t.ends_with("+json"));
+    // What `curl -d` says of any data that it is not told more of.
+    let is_unsaid = |t: &str| t == "application/x-www-form-urlencoded" && !headers.contains_key(header::ORIGIN);
+    if essence.is_some_and(|t| !is_json(&t) && !is_unsaid(&t)) {
         let message = "the body must be JSON: send the header 'content-type: application/json'";
         let failure = Failure::from(Error::new(ErrorKind::Invalid, message));
-        return Err(failure
-            .with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE)
-            .with_code("unsupported_media_type"));
+        return Err(failure.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE).with_code("unsupported_media_type"));
     }
     // A client that asks first is answered first.
     if headers.contains_key(header::EXPECT) && announced(headers).is_some_and(|bytes| bytes > limits.size) {
@@ -52,9 +51,7 @@ async fn read(body: Body, limits: Limits) -> Result<Vec<u8>, Failure> {
     loop {
         let next = tokio::time::timeout(limits.silence, stream.next()).await.map_err(|_| {
             let failure = Failure::from(Error::new(ErrorKind::Invalid, "the body did not arrive in time"));
-            failure
-                .with_status(StatusCode::REQUEST_TIMEOUT)
-                .with_code("request_timeout")
+            failure.with_status(StatusCode::REQUEST_TIMEOUT).with_code("request_timeout")
         })?;
         let chunk = match next {
             Some(Ok(chunk)) => chunk,
@@ -80,9 +77,6 @@ fn announced(headers: &HeaderMap) -> Option<usize> {
 }
 
 fn too_large(limit: usize) -> Failure {
-    Error::new(
-        ErrorKind::TooLarge,
-        format!("the body is larger than the {limit} bytes that this server permits"),
-    )
-    .into()
+    Error::new(ErrorKind::TooLarge, format!("the body is larger than the {limit} bytes that this server permits"))
+        .into()
 }

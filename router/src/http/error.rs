@@ -42,10 +42,7 @@ impl Failure {
 
     /// The same failure with OpenAI's code for it.
     pub(super) fn with_code(self, code: &'static str) -> Self {
-        Failure {
-            code: Some(code),
-            ..self
-        }
+        Failure { code: Some(code), ..self }
     }
 
     /// OpenAI's error object.
@@ -67,9 +64,7 @@ impl IntoResponse for Failure {
         let mut response = (self.status, Json(self.body())).into_response();
         match self.error.kind {
             ErrorKind::Unauthenticated => {
-                response
-                    .headers_mut()
-                    .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+                response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             }
             ErrorKind::Overloaded | ErrorKind::Unavailable => {
                 response.headers_mut().insert(header::RETRY_AFTER, RETRY_AFTER_S);
@@ -99,10 +94,7 @@ mod tests {
         for (kind, status) in cases {
             let response = Failure::from(Error::new(kind, "m")).into_response();
             assert_eq!(response.status().as_u16(), status);
-            assert_eq!(
-                response.headers().contains_key("retry-after"),
-                matches!(status, 429 | 503)
-            );
+            assert_eq!(response.headers().contains_key("retry-after"), matches!(status, 429 | 503));
         }
     }
 }

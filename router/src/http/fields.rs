@@ -16,10 +16,7 @@ impl Fields {
     /// The fields of a request's body.
     pub(super) fn body(value: Value) -> Result<Self, Error> {
         match value {
-            Value::Object(map) => Ok(Fields {
-                map,
-                path: String::new(),
-            }),
+            Value::Object(map) => Ok(Fields { map, path: String::new() }),
             _ => Err(Error {
                 param: None,
                 ..Error::invalid("", "the body must be a JSON object, such as {\"model\": ...}")
@@ -37,11 +34,7 @@ impl Fields {
 
     /// The full name of a field.
     pub(super) fn name(&self, field: &str) -> String {
-        if self.path.is_empty() {
-            field.to_owned()
-        } else {
-            format!("{}.{field}", self.path)
-        }
+        if self.path.is_empty() { field.to_owned() } else { format!("{}.{field}", self.path) }
     }
 
     /// Take a field as it is; `None` if absent or null.
@@ -62,9 +55,7 @@ impl Fields {
         let Some(text) = self.take::<String>(field)? else {
             return Ok(None);
         };
-        text.parse()
-            .map(Some)
-            .map_err(|why| Error::invalid(self.name(field), why))
+        text.parse().map(Some).map_err(|why| Error::invalid(self.name(field), why))
     }
 
     /// Take a field that is an object.
@@ -83,5 +74,14 @@ impl Fields {
 
 /// Read the value at `path` as a `T`.
 pub(super) fn convert<T: DeserializeOwned>(path: &str, value: Value) -> Result<T, Error> {
-    serde_json::from_value(value).map_err(|why| Error::invalid(path, format!("{path}: {why}")))
+    serde_json::from_value(value).map_err(|why| {
+        let mut why = why.to_string();
+        // The names of Rust's types say nothing to a client.
+        for (of_rust, of_json) in [("u32", "a whole number, 0 or more"), ("i64", "a whole number"), ("f32", "a number")] {
+            if let Some(before) = why.strip_suffix(of_rust) {
+                why = format!("{before}{of_json}");
+            }
+        }
+        Error::invalid(path, format!("{path}: {why}"))
+    })
 }

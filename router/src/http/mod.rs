@@ -47,11 +47,7 @@ struct Http<E> {
 
 impl<E> Clone for Http<E> {
     fn clone(&self) -> Self {
-        Http {
-            shared: self.shared.clone(),
-            keep_alive: self.keep_alive,
-            limits: self.limits,
-        }
+        Http { shared: self.shared.clone(), keep_alive: self.keep_alive, limits: self.limits }
     }
 }
 
@@ -60,10 +56,7 @@ pub(crate) fn routes<E: Engine>(config: &FrontConfig, shared: Arc<Shared<E>>) ->
     let state = Http {
         shared,
         keep_alive: config.stream_keep_alive,
-        limits: body::Limits {
-            size: config.body_limit,
-            silence: config.read_timeout,
-        },
+        limits: body::Limits { size: config.body_limit, silence: config.read_timeout },
     };
     let mut api = Router::new()
         .route("/v1/models", get(models::<E>))
@@ -97,32 +90,19 @@ async fn ready<E: Engine>(State(http): State<Http<E>>) -> (StatusCode, Json<Valu
     if http.shared.ready() {
         return (StatusCode::OK, Json(json!({"status": "ready"})));
     }
-    let status = if http.shared.drain.is_cancelled() {
-        "draining"
-    } else {
-        "loading"
-    };
+    let status = if http.shared.drain.is_cancelled() { "draining" } else { "loading" };
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({"status": status})))
 }
 
 async fn no_such_path(uri: Uri) -> Failure {
-    let message = format!(
-        "there is no {}: see /v1/models, /v1/chat/completions, /v1/completions",
-        uri.path()
-    );
+    let message = format!("there is no {}: see /v1/models, /v1/chat/completions, /v1/completions", uri.path());
     Failure::from(Error::new(ErrorKind::NotFound, message)).with_code("unknown_url")
 }
 
 async fn wrong_method(request: Request) -> Failure {
-    let message = format!(
-        "{} does not take {}: see the header 'allow'",
-        request.uri().path(),
-        request.method()
-    );
+    let message = format!("{} does not take {}: see the header 'allow'", request.uri().path(), request.method());
     let failure = Failure::from(Error::new(ErrorKind::Invalid, message));
-    failure
-        .with_status(StatusCode::METHOD_NOT_ALLOWED)
-        .with_code("method_not_allowed")
+    failure.with_status(StatusCode::METHOD_NOT_ALLOWED).with_code("method_not_allowed")
 }
 
 fn card(model: &ModelCard) -> Value {
@@ -138,11 +118,7 @@ async fn models<E: Engine>(State(http): State<Http<E>>) -> Json<Value> {
 
 async fn model<E: Engine>(State(http): State<Http<E>>, Path(id): Path<String>) -> Result<Json<Value>, Failure> {
     let served = http.shared.engine.model();
-    if id == served.id {
-        Ok(Json(card(served)))
-    } else {
-        Err(params::unknown_model(&id, &served.id))
-    }
+    if id == served.id { Ok(Json(card(served))) } else { Err(params::unknown_model(&id, &served.id)) }
 }
 
 async fn chat<E: Engine>(State(http): State<Http<E>>, headers: HeaderMap, body: Body) -> Result<Response, Failure> {
@@ -162,7 +138,8 @@ async fn answer<E: Engine>(http: Http<E>, shape: Shape, headers: &HeaderMap, bod
     let call = params::read_call(body::read_json(headers, body, http.limits).await?, shape, &served.id)?;
     let identity = Identity::new(shape, &served.id);
     let choices = call.request.n;
-    let running = http.shared.start(call.request).await?;
+    let named = call.named();
+    let running = http.shared.start(call.request).await.map_err(named)?;
     if call.stream {
         answer::stream(running, identity, choices, call.include_usage, http.keep_alive).await
     } else {
@@ -197,28 +174,15 @@ mod tests {
     async fn a_draining_server_is_alive_but_takes_nothing() {
         let drain = CancellationToken::new();
         let shared = Shared {
-            engine: Arc::new(Idle(ModelCard {
-                id: "m".into(),
-                created: 0,
-                context: 1,
-            })),
+            engine: Arc::new(Idle(ModelCard { id: "m".into(), created: 0, context: 1 })),
             drain: drain.clone(),
             abort: CancellationToken::new(),
             max_duration: None,
         };
         let routes = routes(&FrontConfig::default(), Arc::new(shared));
         let status = async |method: &str, path: &str| {
-            let request = Request::builder()
-                .method(method)
-                .uri(path)
-                .body(Body::from(r#"{"prompt": "p"}"#));
-            routes
-                .clone()
-                .oneshot(request.expect("a request"))
-                .await
-                .expect("infallible")
-                .status()
-                .as_u16()
+            let request = Request::builder().method(method).uri(path).body(Body::from(r#"{"prompt": "p"}"#));
+            routes.clone().oneshot(request.expect("a request")).await.expect("infallible").status().as_u16()
         };
         assert_eq!(status("GET", "/ready").await, 200);
         drain.cancel();

@@ -19,9 +19,9 @@ const COMPLETION_TOKENS: u32 = 16;
 /// `false`, and empty text, lists and objects always do.
 const REFUSED: &[(&str, &[&str])] = &[
     ("tools", &[]),
-    ("tool_choice", &["\"none\""]),
+    ("tool_choice", &["\"none\"", "\"auto\""]),
     ("functions", &[]),
-    ("function_call", &["\"none\""]),
+    ("function_call", &["\"none\"", "\"auto\""]),
     ("response_format", &["{\"type\":\"text\"}"]),
     ("audio", &[]),
     ("modalities", &["[\"text\"]"]),
@@ -59,6 +59,30 @@ pub(super) struct Call {
     pub(super) request: Request,
     pub(super) stream: bool,
     pub(super) include_usage: bool,
+    /// The name under which the token limit was sent.
+    limit: &'static str,
+    shape: Shape,
+}
+
+impl Call {
+    /// What is wrong with a field of the request, under the name that the field has in the body.
+    pub(super) fn named(&self) -> impl Fn(Error) -> Error + use<> {
+        let (limit, shape) = (self.limit, self.shape);
+        move |mut error| {
+            let name = match (error.param.as_deref(), shape) {
+                (Some("query" | "prompt"), Shape::Chat) => "messages",
+                (Some("query"), Shape::Completion) => "prompt",
+                (Some("separator"), _) => "hypic.separator",
+                (Some("max_tokens"), _) => {
+                    error.message = error.message.replacen("max_tokens", limit, 1);
+                    limit
+                }
+                _ => return error,
+            };
+            error.param = Some(name.to_owned());
+            error
+        }
+    }
 }
 
 /// Read the body of a request for the model `served`.
@@ -87,34 +111,26 @@ pub(super) fn read_call(body: Value, shape: Shape, served: &str) -> Result<Call,
         );
         return Err(Error::invalid(name, message).into());
     }
+    let (max_tokens, limit) = max_tokens(&mut body, shape)?;
     let request = Request {
         prompt,
         options,
         sampling: sampling(&mut body)?,
         n,
-        max_tokens: max_tokens(&mut body, shape)?,
+        max_tokens,
         stop: stop(&mut body)?,
         stop_at_eos: !body.take("ignore_eos")?.unwrap_or(false),
         logprobs: logprobs(&mut body, shape)?,
         deadline: None,
     };
-    Ok(Call {
-        request,
-        stream,
-        include_usage,
-    })
+    Ok(Call { request, stream, include_usage, limit, shape })
 }
 
 /// The failure for any model but the one that is served.
 pub(super) fn unknown_model(id: &str, served: &str) -> Failure {
     let message = format!("the model '{id}' does not exist: this server has '{served}'");
-    let error = Error {
-        param: Some("model".into()),
-        ..Error::new(ErrorKind::NotFound, message)
-    };
-    Failure::from(error)
-        .with_status(StatusCode::NOT_FOUND)
-        .with_code("model_not_found")
+    let error = Error { param: Some("model".into()), ..Error::new(ErrorKind::NotFound, message) };
+    Failure::from(error).with_status(StatusCode::NOT_FOUND).with_code("model_not_found")
 }
 
 fn check_model(body: &mut Fields, served: &str) -> Result<(), Failure> {
@@ -134,10 +150,9 @@ fn refuse_unsupported(body: &mut Fields, n: u32) -> Result<(), Error> {
     }
     // The best of as many answers as are returned is all of them.
     match body.take::<u32>("best_of")? {
-        Some(best_of) if best_of != 1 && best_of != n => Err(Error::invalid(
-            "best_of",
-            "best_of other than n is not supported: leave it out",
-        )),
+        Some(best_of) if best_of != 1 && best_of != n => {
+            Err(Error::invalid("best_of", "best_of other than n is not supported: leave it out"))
+        }
         _ => Ok(()),
     }
 }
@@ -161,20 +176,13 @@ fn same(value: &Value, json: &str) -> bool {
 }
 
 fn options(hypic: &mut Fields) -> Result<PromptOptions, Error> {
-    let separator: Option<String> = hypic.take("separator")?;
-    if separator.as_deref() == Some("") {
-        return Err(Error::invalid(
-            "hypic.separator",
-            "hypic.separator is empty: leave it out, or give a text",
-        ));
-    }
     Ok(PromptOptions {
         mode: hypic.parse("mode")?,
         compose: hypic.parse("compose")?,
         seam: hypic.take("seam")?,
         anchor: hypic.parse("anchor")?,
         salt: hypic.take("salt")?,
-        separator,
+        separator: hypic.take("separator")?,
         special_tokens: hypic.take("special_tokens")?.unwrap_or(false),
     })
 }
@@ -202,12 +210,7 @@ fn top_k(body: &mut Fields) -> Result<Option<u32>, Error> {
     if k == -1 {
         return Ok(Some(0));
     }
-    let message = || {
-        Error::invalid(
-            "top_k",
-            format!("top_k is {k}: it must be 0 (all) or a number of tokens"),
-        )
-    };
+    let message = || Error::invalid("top_k", format!("top_k is {k}: it must be 0 (all) or a number of tokens"));
     u32::try_from(k).map(Some).map_err(|_| message())
 }
 
@@ -217,24 +220,23 @@ fn logit_bias(body: &mut Fields) -> Result<Vec<(u32, f32)>, Error> {
     };
     let entry = |(key, value): (String, Value)| {
         let name = format!("logit_bias.{key}");
-        let id = key
-            .parse()
-            .map_err(|_| Error::invalid(&name, format!("'{key}' in logit_bias is no token id")))?;
+        let id = key.parse().map_err(|_| Error::invalid(&name, format!("'{key}' in logit_bias is no token id")))?;
         Ok((id, convert(&name, value)?))
     };
     biases.into_iter().map(entry).collect()
 }
 
-fn max_tokens(body: &mut Fields, shape: Shape) -> Result<Option<u32>, Error> {
-    let old: Option<u32> = body.take("max_tokens")?;
-    let new: Option<u32> = body.take("max_completion_tokens")?;
-    match (old, new, shape) {
+/// The limit, and the name under which it was sent.
+fn max_tokens(body: &mut Fields, shape: Shape) -> Result<(Option<u32>, &'static str), Error> {
+    const OLD: &str = "max_tokens";
+    const NEW: &str = "max_completion_tokens";
+    match (body.take(OLD)?, body.take(NEW)?, shape) {
         (Some(a), Some(b), _) if a != b => {
-            let message = format!("max_tokens is {a} and max_completion_tokens is {b}: send one of them");
-            Err(Error::invalid("max_tokens", message))
+            Err(Error::invalid(OLD, format!("{OLD} is {a} and {NEW} is {b}: send one of them")))
         }
-        (None, None, Shape::Completion) => Ok(Some(COMPLETION_TOKENS)),
-        _ => Ok(new.or(old)),
+        (None, None, Shape::Completion) => Ok((Some(COMPLETION_TOKENS), OLD)),
+        (None, Some(new), _) => Ok((Some(new), NEW)),
+        (old, ..) => Ok((old, OLD)),
     }
 }
 
@@ -261,10 +263,9 @@ fn logprobs(body: &mut Fields, shape: Shape) -> Result<Option<u32>, Error> {
         }
     };
     match count {
-        Some(k) if k > MAX_LOGPROBS => Err(Error::invalid(
-            name,
-            format!("{name} is {k}: ask for at most {MAX_LOGPROBS}"),
-        )),
+        Some(k) if k > MAX_LOGPROBS => {
+            Err(Error::invalid(name, format!("{name} is {k}: ask for at most {MAX_LOGPROBS}")))
+        }
         count => Ok(count),
     }
 }

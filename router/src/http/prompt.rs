@@ -20,27 +20,15 @@ pub(super) fn chat(body: &mut Fields, hypic: &mut Fields) -> Result<Prompt, Erro
         Some(Value::Array(messages)) => messages,
         Some(_) => return Err(Error::invalid("messages", "messages must be a list of messages")),
         None => {
-            return Err(Error::invalid(
-                "messages",
-                "messages is missing: send at least one message",
-            ));
+            return Err(Error::invalid("messages", "messages is missing: send at least one message"));
         }
     };
     let last = messages.len().saturating_sub(1);
     let read = |(index, value)| {
-        let default = all_parts.then_some(if index == last {
-            Unmarked::AllButLast
-        } else {
-            Unmarked::All
-        });
+        let default = all_parts.then_some(if index == last { Unmarked::AllButLast } else { Unmarked::All });
         message(format!("messages[{index}]"), value, default)
     };
-    messages
-        .into_iter()
-        .enumerate()
-        .map(read)
-        .collect::<Result<_, _>>()
-        .map(Prompt::Chat)
+    messages.into_iter().enumerate().map(read).collect::<Result<_, _>>().map(Prompt::Chat)
 }
 
 /// Which parts of a message are segments although they do not say so.
@@ -73,10 +61,7 @@ fn message(path: String, value: Value, unmarked: Option<Unmarked>) -> Result<Mes
         Some(Value::String(text)) => (vec![Part { text, segment: false }], false),
         Some(Value::Array(list)) => (content_parts(&path, list, unmarked)?, true),
         Some(_) => {
-            return Err(Error::invalid(
-                &path,
-                format!("{path} must be a text or a list of parts"),
-            ));
+            return Err(Error::invalid(&path, format!("{path} must be a text or a list of parts")));
         }
     };
     Ok(Message { role, content, parts })
@@ -111,18 +96,13 @@ fn part(path: String, value: Value, default: bool) -> Result<Part, Error> {
         }
     }
     let text_name = fields.name("text");
-    let text = fields
-        .take("text")?
-        .ok_or_else(|| Error::invalid(&text_name, format!("{text_name} is missing")))?;
+    let text = fields.take("text")?.ok_or_else(|| Error::invalid(&text_name, format!("{text_name} is missing")))?;
     let Some(mut hypic) = fields.fields("hypic")? else {
         return Ok(Part { text, segment: default });
     };
     let segment = hypic.take("segment")?.unwrap_or(default);
     match hypic.leftover() {
-        Some(name) => Err(Error::invalid(
-            &name,
-            format!("unknown field {name}: a part's 'hypic' has only segment"),
-        )),
+        Some(name) => Err(Error::invalid(&name, format!("unknown field {name}: a part's 'hypic' has only segment"))),
         None => Ok(Part { text, segment }),
     }
 }
@@ -143,10 +123,7 @@ pub(super) fn completion(body: &mut Fields, hypic: &mut Fields) -> Result<Prompt
         Query::Text(query) => {
             let text = |(index, value)| match value {
                 Value::String(text) => Ok(text),
-                _ => Err(Error::invalid(
-                    path(index),
-                    format!("{} must be text, as prompt is", path(index)),
-                )),
+                _ => Err(Error::invalid(path(index), format!("{} must be text, as prompt is", path(index)))),
             };
             let segments = segments.into_iter().enumerate().map(text).collect::<Result<_, _>>()?;
             Ok(Prompt::Raw { segments, query })
@@ -154,17 +131,10 @@ pub(super) fn completion(body: &mut Fields, hypic: &mut Fields) -> Result<Prompt
         Query::Tokens(query) => {
             let ids = |(index, value)| match value {
                 ids @ Value::Array(_) => convert(&path(index), ids),
-                _ => Err(Error::invalid(
-                    path(index),
-                    format!("{} must be token ids, as prompt is", path(index)),
-                )),
+                _ => Err(Error::invalid(path(index), format!("{} must be token ids, as prompt is", path(index)))),
             };
             let segments = segments.into_iter().enumerate().map(ids).collect::<Result<_, _>>()?;
-            Ok(Prompt::Tokens {
-                segments,
-                query,
-                anchor: None,
-            })
+            Ok(Prompt::Tokens { segments, query, anchor: None })
         }
     }
 }

@@ -29,10 +29,7 @@ impl Identity {
         Identity {
             shape,
             id: format!("{prefix}-{:032x}", rand::random::<u128>()),
-            created: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .unwrap_or_default()
-                .as_secs(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
             model: model.to_owned(),
         }
     }
@@ -96,14 +93,7 @@ impl Piece {
     /// As a choice of a complete answer.
     pub(super) fn whole(&self, shape: Shape, index: usize) -> Value {
         let text = self.text.as_deref().unwrap_or_default();
-        self.choice(
-            shape,
-            index,
-            (
-                "message",
-                json!({"role": "assistant", "content": text, "refusal": null}),
-            ),
-        )
+        self.choice(shape, index, ("message", json!({"role": "assistant", "content": text, "refusal": null})))
     }
 
     /// As a choice of a chunk.

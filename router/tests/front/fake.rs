@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hypic_router::{
-    Answer, Delta, Engine, Error, Event, FinishReason, Front, FrontConfig, ModelCard, Report, Request, SegmentReport,
-    SegmentSource, Timings, TokenLogprob, TokenLogprobs, Usage, bind,
+    Answer, Delta, Engine, Error, Event, FinishReason, Front, FrontConfig, ModelCard, Progress, Report, Request,
+    SegmentReport, SegmentSource, Timings, TokenLogprob, TokenLogprobs, Usage, bind,
 };
 use serde_json::Value;
 use tokio::sync::{Mutex, mpsc};
@@ -31,9 +31,7 @@ impl Asked {
 
     /// Wait until the front has dropped the answer.
     pub async fn cancelled(&self) {
-        tokio::time::timeout(PATIENCE, self.events.closed())
-            .await
-            .expect("the answer is dropped");
+        tokio::time::timeout(PATIENCE, self.events.closed()).await.expect("the answer is dropped");
     }
 }
 
@@ -50,11 +48,8 @@ impl Engine for Fake {
             return Err(error);
         }
         let (sender, events) = mpsc::channel(16);
-        let _ = self.asked.send(Asked {
-            request,
-            events: sender,
-        });
-        Ok(Answer { events })
+        let _ = self.asked.send(Asked { request, events: sender });
+        Ok(Answer { events, progress: Progress::default() })
     }
 
     fn model(&self) -> &ModelCard {
@@ -79,11 +74,7 @@ pub struct Server {
 
 pub fn config() -> FrontConfig {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
-    FrontConfig {
-        http: free,
-        grpc: Some(free),
-        ..FrontConfig::default()
-    }
+    FrontConfig { http: free, grpc: Some(free), ..FrontConfig::default() }
 }
 
 impl Server {
@@ -94,17 +85,8 @@ impl Server {
     pub async fn with(config: FrontConfig, grace: Duration) -> Self {
         let front: Front = bind(config).await.expect("free ports");
         let (sender, asked) = mpsc::unbounded_channel();
-        let card = ModelCard {
-            id: "org/fake".into(),
-            created: 1_700_000_000,
-            context: 4096,
-        };
-        let fake = Arc::new(Fake {
-            card,
-            ready: true.into(),
-            refuse: None.into(),
-            asked: sender,
-        });
+        let card = ModelCard { id: "org/fake".into(), created: 1_700_000_000, context: 4096 };
+        let fake = Arc::new(Fake { card, ready: true.into(), refuse: None.into(), asked: sender });
         let shutdown = CancellationToken::new();
         Server {
             http: front.http_address(),
@@ -128,10 +110,7 @@ impl Server {
     /// The next request that reaches the engine.
     pub async fn asked(&self) -> Asked {
         let next = async { self.asked.lock().await.recv().await };
-        tokio::time::timeout(PATIENCE, next)
-            .await
-            .expect("a request reaches the engine")
-            .expect("open")
+        tokio::time::timeout(PATIENCE, next).await.expect("a request reaches the engine").expect("open")
     }
 
     pub fn url(&self, path: &str) -> String {
@@ -139,12 +118,7 @@ impl Server {
     }
 
     pub async fn post(&self, path: &str, body: Value) -> reqwest::Response {
-        self.client
-            .post(self.url(path))
-            .json(&body)
-            .send()
-            .await
-            .expect("a response")
+        self.client.post(self.url(path)).json(&body).send().await.expect("a response")
     }
 
     /// Post, and let the engine answer with `events`. Returns the response and the request as the engine saw it.
@@ -177,27 +151,18 @@ pub async fn failure(response: reqwest::Response) -> (u16, Value) {
 
 /// The data of all events of a stream.
 pub fn data(text: &str) -> Vec<&str> {
-    text.split("\n\n")
-        .filter_map(|event| event.strip_prefix("data: "))
-        .collect()
+    text.split("\n\n").filter_map(|event| event.strip_prefix("data: ")).collect()
 }
 
 /// The same as JSON, less the closing mark, which must be there.
 pub fn chunks(text: &str) -> Vec<Value> {
     let mut data = data(text);
     assert_eq!(data.pop(), Some("[DONE]"));
-    data.into_iter()
-        .map(|d| serde_json::from_str(d).expect("JSON"))
-        .collect()
+    data.into_iter().map(|d| serde_json::from_str(d).expect("JSON")).collect()
 }
 
 pub fn delta(choice: u32, text: &str) -> Event {
-    Event::Delta(Delta {
-        choice,
-        text: Some(text.into()),
-        token_ids: vec![1],
-        logprobs: Vec::new(),
-    })
+    Event::Delta(Delta { choice, text: Some(text.into()), token_ids: vec![1], logprobs: Vec::new() })
 }
 
 pub fn finished(choice: u32, reason: FinishReason) -> Event {
@@ -214,64 +179,22 @@ pub fn report() -> Event {
         completion_tokens: 3,
     };
     let segments = vec![
-        SegmentReport {
-            tokens: 40,
-            reused: 32,
-            source: SegmentSource::Memory,
-            worker: None,
-        },
-        SegmentReport {
-            tokens: 5,
-            reused: 0,
-            source: SegmentSource::SeamOnly,
-            worker: None,
-        },
+        SegmentReport { tokens: 40, reused: 32, source: SegmentSource::Memory, worker: None },
+        SegmentReport { tokens: 5, reused: 0, source: SegmentSource::SeamOnly, worker: None },
     ];
-    let timings_ms = Timings {
-        queue: 0.5,
-        prefill: 0.0,
-        compose: 2.0,
-        first_token: 3.0,
-        total: 4.0,
-    };
-    Event::Report(Report {
-        usage,
-        segments,
-        timings_ms,
-    })
+    let timings_ms = Timings { queue: 0.5, prefill: 0.0, compose: 2.0, first_token: 3.0, total: 4.0 };
+    Event::Report(Report { usage, segments, timings_ms })
 }
 
 /// `Hello`, in two deltas.
 pub fn hello() -> Vec<Event> {
-    vec![
-        delta(0, "Hel"),
-        delta(0, ""),
-        delta(0, "lo"),
-        finished(0, FinishReason::Stop),
-        report(),
-    ]
+    vec![delta(0, "Hel"), delta(0, ""), delta(0, "lo"), finished(0, FinishReason::Stop), report()]
 }
 
 /// A delta of one token with two alternatives.
 pub fn token(text: &str, bytes: &[u8], logprob: f32) -> Event {
-    let chosen = TokenLogprob {
-        token_id: 7,
-        logprob,
-        bytes: Some(bytes.to_vec()),
-    };
-    let other = TokenLogprob {
-        token_id: 8,
-        logprob: f32::NEG_INFINITY,
-        bytes: Some(b"zz".to_vec()),
-    };
-    let logprobs = vec![TokenLogprobs {
-        top: vec![chosen.clone(), other],
-        chosen,
-    }];
-    Event::Delta(Delta {
-        choice: 0,
-        text: Some(text.into()),
-        token_ids: vec![7],
-        logprobs,
-    })
+    let chosen = TokenLogprob { token_id: 7, logprob, bytes: Some(bytes.to_vec()) };
+    let other = TokenLogprob { token_id: 8, logprob: f32::NEG_INFINITY, bytes: Some(b"zz".to_vec()) };
+    let logprobs = vec![TokenLogprobs { top: vec![chosen.clone(), other], chosen }];
+    Event::Delta(Delta { choice: 0, text: Some(text.into()), token_ids: vec![7], logprobs })
 }

@@ -10,26 +10,15 @@ fn ask() -> Value {
 }
 
 fn with(mut body: Value, more: Value) -> Value {
-    body.as_object_mut()
-        .expect("object")
-        .extend(more.as_object().expect("object").clone());
+    body.as_object_mut().expect("object").extend(more.as_object().expect("object").clone());
     body
 }
 
 #[tokio::test]
 async fn models_are_listed() {
     let server = Server::start().await;
-    let get = async |path: &str| -> Value {
-        server
-            .client
-            .get(server.url(path))
-            .send()
-            .await
-            .unwrap()
-            .json()
-            .await
-            .unwrap()
-    };
+    let get =
+        async |path: &str| -> Value { server.client.get(server.url(path)).send().await.unwrap().json().await.unwrap() };
     let list = get("/v1/models").await;
     assert_eq!(list["object"], "list");
     let card = json!({
@@ -71,10 +60,7 @@ async fn a_whole_chat_answer() {
 #[tokio::test]
 async fn a_chat_stream_with_usage() {
     let server = Server::start().await;
-    let body = with(
-        ask(),
-        json!({"stream": true, "stream_options": {"include_usage": true}}),
-    );
+    let body = with(ask(), json!({"stream": true, "stream_options": {"include_usage": true}}));
     let (response, _) = server.answered("/v1/chat/completions", body, hello()).await;
     assert_eq!(response.headers()["content-type"], "text/event-stream");
     let text = response.text().await.unwrap();
@@ -87,19 +73,11 @@ async fn a_chat_stream_with_usage() {
     assert_eq!(chunks.len(), 5, "no chunk for the empty delta");
     let reasons: Vec<&Value> = chunks[..4].iter().map(|c| &c["choices"][0]["finish_reason"]).collect();
     assert_eq!(reasons, [&Value::Null, &Value::Null, &Value::Null, &json!("stop")]);
-    assert!(
-        chunks[..4]
-            .iter()
-            .all(|c| c.get("usage") == Some(&Value::Null) && c.get("hypic").is_none())
-    );
+    assert!(chunks[..4].iter().all(|c| c.get("usage") == Some(&Value::Null) && c.get("hypic").is_none()));
     assert_eq!(chunks[4]["choices"], json!([]));
     assert_eq!(chunks[4]["usage"]["total_tokens"], 103);
     assert_eq!(chunks[4]["hypic"]["usage"]["composed_tokens"], 60);
-    assert!(
-        chunks
-            .iter()
-            .all(|c| c["id"] == chunks[0]["id"] && c["object"] == "chat.completion.chunk")
-    );
+    assert!(chunks.iter().all(|c| c["id"] == chunks[0]["id"] && c["object"] == "chat.completion.chunk"));
 }
 
 #[tokio::test]
@@ -120,22 +98,10 @@ async fn without_usage_the_report_is_on_the_last_chunk() {
     let order: Vec<(u64, bool, bool)> = chunks
         .iter()
         .map(|c| (&c["choices"][0], c.get("hypic").is_some()))
-        .map(|(choice, hypic)| {
-            (
-                choice["index"].as_u64().unwrap(),
-                choice["finish_reason"].is_string(),
-                hypic,
-            )
-        })
+        .map(|(choice, hypic)| (choice["index"].as_u64().unwrap(), choice["finish_reason"].is_string(), hypic))
         .collect();
-    let expected = [
-        (0, false, false),
-        (1, false, false),
-        (1, false, false),
-        (1, true, false),
-        (0, false, false),
-        (0, true, true),
-    ];
+    let expected =
+        [(0, false, false), (1, false, false), (1, false, false), (1, true, false), (0, false, false), (0, true, true)];
     assert_eq!(order, expected);
     assert!(chunks.iter().all(|c| c.get("usage").is_none()));
 }
@@ -145,11 +111,7 @@ async fn chat_logprobs() {
     let server = Server::start().await;
     // Half a character is held back; its log-probabilities come with the text they belong to.
     let events = || {
-        let mut events = vec![
-            token("", &[0xc3], -0.5),
-            token("é", &[0xa9], f32::NAN),
-            token("", b"!", -1.0),
-        ];
+        let mut events = vec![token("", &[0xc3], -0.5), token("é", &[0xa9], f32::NAN), token("", b"!", -1.0)];
         events.extend([finished(0, FinishReason::Stop), report()]);
         events
     };
@@ -163,34 +125,21 @@ async fn chat_logprobs() {
         {"token": "\u{fffd}", "bytes": [0xc3], "logprob": -0.5},
         {"token": "zz", "bytes": [122, 122], "logprob": -9999.0},
     ]);
-    assert_eq!(
-        content[0],
-        json!({"token": "\u{fffd}", "bytes": [0xc3], "logprob": -0.5, "top_logprobs": top})
-    );
+    assert_eq!(content[0], json!({"token": "\u{fffd}", "bytes": [0xc3], "logprob": -0.5, "top_logprobs": top}));
     assert_eq!(content[1]["logprob"], -9999.0);
 
-    let (response, _) = server
-        .answered("/v1/chat/completions", with(body, json!({"stream": true})), events())
-        .await;
+    let (response, _) = server.answered("/v1/chat/completions", with(body, json!({"stream": true})), events()).await;
     let text = response.text().await.unwrap();
-    let counts: Vec<usize> = chunks(&text)
-        .iter()
-        .map(|c| c["choices"][0]["logprobs"]["content"].as_array().map_or(0, Vec::len))
-        .collect();
+    let counts: Vec<usize> =
+        chunks(&text).iter().map(|c| c["choices"][0]["logprobs"]["content"].as_array().map_or(0, Vec::len)).collect();
     assert_eq!(counts, [0, 2, 1], "role, text, finish");
 }
 
 #[tokio::test]
 async fn completion_logprobs() {
     let server = Server::start().await;
-    let events = || {
-        vec![
-            token("né", "né".as_bytes(), -0.5),
-            token("x", b"x", -1.0),
-            finished(0, FinishReason::Stop),
-            report(),
-        ]
-    };
+    let events =
+        || vec![token("né", "né".as_bytes(), -0.5), token("x", b"x", -1.0), finished(0, FinishReason::Stop), report()];
     let body = json!({"prompt": "p", "logprobs": 1});
     let (response, request) = server.answered("/v1/completions", body, events()).await;
     assert_eq!(request.logprobs, Some(1));
@@ -217,41 +166,23 @@ async fn completion_logprobs() {
 async fn a_model_without_a_tokenizer_answers_in_ids() {
     let server = Server::start().await;
     let events = || {
-        let delta = |id| {
-            Event::Delta(Delta {
-                token_ids: vec![id],
-                ..Delta::default()
-            })
-        };
+        let delta = |id| Event::Delta(Delta { token_ids: vec![id], ..Delta::default() });
         vec![delta(5), delta(6), finished(0, FinishReason::Length), report()]
     };
-    let (response, _) = server
-        .answered("/v1/completions", json!({"prompt": [1, 2]}), events())
-        .await;
+    let (response, _) = server.answered("/v1/completions", json!({"prompt": [1, 2]}), events()).await;
     let whole: Value = response.json().await.unwrap();
     assert_eq!(whole["choices"][0]["token_ids"], json!([5, 6]));
-    let (response, _) = server
-        .answered("/v1/completions", json!({"prompt": [1, 2], "stream": true}), events())
-        .await;
+    let (response, _) = server.answered("/v1/completions", json!({"prompt": [1, 2], "stream": true}), events()).await;
     let text = response.text().await.unwrap();
-    let ids: Vec<Value> = chunks(&text)
-        .iter()
-        .map(|c| c["choices"][0]["token_ids"].clone())
-        .collect();
+    let ids: Vec<Value> = chunks(&text).iter().map(|c| c["choices"][0]["token_ids"].clone()).collect();
     assert_eq!(ids, [json!([5]), json!([6]), Value::Null]);
 }
 
 #[tokio::test]
 async fn the_closing_mark_inside_an_answer_is_text() {
     let server = Server::start().await;
-    let events = vec![
-        delta(0, "[DONE]\n\ndata: [DONE]\n\n"),
-        finished(0, FinishReason::Stop),
-        report(),
-    ];
-    let (response, _) = server
-        .answered("/v1/completions", json!({"prompt": "p", "stream": true}), events)
-        .await;
+    let events = vec![delta(0, "[DONE]\n\ndata: [DONE]\n\n"), finished(0, FinishReason::Stop), report()];
+    let (response, _) = server.answered("/v1/completions", json!({"prompt": "p", "stream": true}), events).await;
     let text = response.text().await.unwrap();
     assert_eq!(data(&text).iter().filter(|d| **d == "[DONE]").count(), 1);
     assert_eq!(chunks(&text)[0]["choices"][0]["text"], "[DONE]\n\ndata: [DONE]\n\n");
@@ -259,20 +190,11 @@ async fn the_closing_mark_inside_an_answer_is_text() {
 
 #[tokio::test]
 async fn a_silent_stream_is_kept_alive() {
-    let config = FrontConfig {
-        stream_keep_alive: Duration::from_millis(20),
-        ..config()
-    };
+    let config = FrontConfig { stream_keep_alive: Duration::from_millis(20), ..config() };
     let server = Server::with(config, Duration::ZERO).await;
-    let mut response = server
-        .post("/v1/completions", json!({"prompt": "p", "stream": true}))
-        .await;
+    let mut response = server.post("/v1/completions", json!({"prompt": "p", "stream": true})).await;
     let asked = server.asked().await;
-    assert_eq!(
-        response.chunk().await.unwrap().unwrap()[0],
-        b':',
-        "a comment comes before any event"
-    );
+    assert_eq!(response.chunk().await.unwrap().unwrap()[0], b':', "a comment comes before any event");
     asked.say(hello()).await;
     drop(asked);
     let text = response.text().await.unwrap();

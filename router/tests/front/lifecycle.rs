@@ -21,11 +21,7 @@ async fn a_disconnect_cancels() {
     asked.cancelled().await;
     // While waiting: for a whole answer, and for the first byte of a stream.
     for stream in [false, true] {
-        let waiting = server
-            .client
-            .post(server.url(COMPLETION))
-            .json(&json!({"prompt": "p", "stream": stream}))
-            .send();
+        let waiting = server.client.post(server.url(COMPLETION)).json(&json!({"prompt": "p", "stream": stream})).send();
         let waiting = tokio::spawn(waiting);
         let asked = server.asked().await;
         waiting.abort();
@@ -36,31 +32,14 @@ async fn a_disconnect_cancels() {
 #[tokio::test]
 async fn readiness_follows_the_engine() {
     let server = Server::start().await;
-    let ready = async || {
-        server
-            .client
-            .get(server.url("/ready"))
-            .send()
-            .await
-            .expect("a response")
-            .status()
-    };
+    let ready = async || server.client.get(server.url("/ready")).send().await.expect("a response").status();
     assert_eq!(ready().await, 200);
     server.set_ready(false);
     assert_eq!(ready().await, 503);
     let response = server.post(COMPLETION, json!({"prompt": "p"})).await;
     assert_eq!(response.headers()["retry-after"], "1");
     assert_eq!(failure(response).await.0, 503);
-    assert_eq!(
-        server
-            .client
-            .get(server.url("/health"))
-            .send()
-            .await
-            .expect("a response")
-            .status(),
-        200
-    );
+    assert_eq!(server.client.get(server.url("/health")).send().await.expect("a response").status(), 200);
 }
 
 #[tokio::test]
@@ -78,19 +57,12 @@ async fn a_drain_lets_running_answers_finish() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, refused)
-        .await
-        .expect("no new connections");
+    tokio::time::timeout(PATIENCE, refused).await.expect("no new connections");
     assert!(!server.serving.is_finished());
-    asked
-        .say([delta(0, "b"), finished(0, FinishReason::Stop), report()])
-        .await;
+    asked.say([delta(0, "b"), finished(0, FinishReason::Stop), report()]).await;
     let text = response.text().await.expect("a body");
     assert!(text.contains("\"b\"") && text.ends_with("data: [DONE]\n\n"), "{text}");
-    tokio::time::timeout(PATIENCE, server.serving)
-        .await
-        .expect("drained")
-        .expect("no panic");
+    tokio::time::timeout(PATIENCE, server.serving).await.expect("drained").expect("no panic");
 }
 
 #[tokio::test]
@@ -105,49 +77,31 @@ async fn what_outlasts_the_grace_is_aborted() {
     asked.cancelled().await;
     let text = response.text().await.expect("a body");
     let last = *data(&text).last().expect("events");
-    assert!(
-        last.contains("shutting down") && last.starts_with("{\"error\""),
-        "{text}"
-    );
-    tokio::time::timeout(PATIENCE, server.serving)
-        .await
-        .expect("ended")
-        .expect("no panic");
+    assert!(last.contains("shutting down") && last.starts_with("{\"error\""), "{text}");
+    tokio::time::timeout(PATIENCE, server.serving).await.expect("ended").expect("no panic");
 }
 
 #[tokio::test]
 async fn a_client_that_does_not_read_cannot_hold_up_the_end() {
-    let fast = FrontConfig {
-        abort_timeout: Duration::from_millis(50),
-        ..config()
-    };
+    let fast = FrontConfig { abort_timeout: Duration::from_millis(50), ..config() };
     let server = Server::with(fast, Duration::from_millis(50)).await;
     let stuck = server.post(COMPLETION, json!({"prompt": "p", "stream": true}));
     let (response, asked) = tokio::join!(stuck, async {
         let asked = server.asked().await;
         // Until no buffer on the way takes any more.
         let text = "x".repeat(1 << 20);
-        while tokio::time::timeout(Duration::from_millis(200), asked.say([delta(0, &text)]))
-            .await
-            .is_ok()
-        {}
+        while tokio::time::timeout(Duration::from_millis(200), asked.say([delta(0, &text)])).await.is_ok() {}
         asked
     });
     server.shutdown.cancel();
-    tokio::time::timeout(PATIENCE, server.serving)
-        .await
-        .expect("ended")
-        .expect("no panic");
+    tokio::time::timeout(PATIENCE, server.serving).await.expect("ended").expect("no panic");
     asked.cancelled().await;
     drop(response);
 }
 
 #[tokio::test]
 async fn too_long_an_answer_fails() {
-    let short = FrontConfig {
-        max_duration: Some(Duration::from_millis(30)),
-        ..config()
-    };
+    let short = FrontConfig { max_duration: Some(Duration::from_millis(30)), ..config() };
     let server = Server::with(short, Duration::ZERO).await;
     let (response, asked) = tokio::join!(server.post(COMPLETION, json!({"prompt": "p"})), server.asked());
     assert_eq!(asked.request.deadline, Some(Duration::from_millis(30)));
@@ -158,26 +112,11 @@ async fn too_long_an_answer_fails() {
 #[tokio::test]
 async fn an_occupied_address_is_named_with_the_fix() {
     let server = Server::start().await;
-    let taken = FrontConfig {
-        http: server.http,
-        ..config()
-    };
+    let taken = FrontConfig { http: server.http, ..config() };
     let error = bind(taken).await.expect_err("the port is taken").to_string();
-    assert!(
-        error.contains(&server.http.to_string()) && error.contains("another port"),
-        "{error}"
-    );
-    let taken = FrontConfig {
-        grpc: Some(server.http),
-        ..config()
-    };
-    assert!(
-        bind(taken)
-            .await
-            .expect_err("the port is taken")
-            .to_string()
-            .contains("gRPC")
-    );
+    assert!(error.contains(&server.http.to_string()) && error.contains("another port"), "{error}");
+    let taken = FrontConfig { grpc: Some(server.http), ..config() };
+    assert!(bind(taken).await.expect_err("the port is taken").to_string().contains("gRPC"));
 }
 
 #[tokio::test]

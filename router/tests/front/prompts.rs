@@ -14,9 +14,7 @@ async fn seen(path: &str, body: Value) -> Request {
 type Seen = (String, bool, Vec<(String, bool)>);
 
 async fn messages(body: Value) -> Vec<Seen> {
-    let Prompt::Chat(messages) = seen("/v1/chat/completions", body).await.prompt else {
-        panic!("a chat")
-    };
+    let Prompt::Chat(messages) = seen("/v1/chat/completions", body).await.prompt else { panic!("a chat") };
     let part = |Part { text, segment }| (text, segment);
     let message = |Message { role, content, parts }| (role, parts, content.into_iter().map(part).collect());
     messages.into_iter().map(message).collect()
@@ -39,11 +37,7 @@ async fn contents_of_every_form() {
         ("system".into(), false, vec![part("s", false)]),
         ("assistant".into(), false, vec![]),
         ("assistant".into(), false, vec![]),
-        (
-            "user".into(),
-            true,
-            vec![part("a", false), part("b", true), part("c", false)],
-        ),
+        ("user".into(), true, vec![part("a", false), part("b", true), part("c", false)]),
     ];
     assert_eq!(messages(body).await, expected);
 }
@@ -74,11 +68,7 @@ async fn completions_with_segments() {
     }
     let body = json!({"prompt": [9, 8], "hypic": {"segments": [[1, 2], []]}});
     match seen("/v1/completions", body).await.prompt {
-        Prompt::Tokens {
-            segments,
-            query,
-            anchor,
-        } => {
+        Prompt::Tokens { segments, query, anchor } => {
             assert_eq!((segments, query, anchor), (vec![vec![1, 2], vec![]], vec![9, 8], None));
         }
         other => panic!("{other:?}"),
@@ -101,29 +91,14 @@ async fn options_and_sampling_reach_the_engine() {
     )
     .await;
     let s = request.sampling;
-    assert_eq!(
-        (s.temperature, s.top_p, s.top_k, s.min_p),
-        (Some(0.5), Some(0.9), Some(0), Some(0.1))
-    );
-    assert_eq!(
-        (s.presence_penalty, s.frequency_penalty, s.repetition_penalty),
-        (Some(1.0), Some(-1.0), Some(1.5))
-    );
+    assert_eq!((s.temperature, s.top_p, s.top_k, s.min_p), (Some(0.5), Some(0.9), Some(0), Some(0.1)));
+    assert_eq!((s.presence_penalty, s.frequency_penalty, s.repetition_penalty), (Some(1.0), Some(-1.0), Some(1.5)));
     assert_eq!((s.logit_bias, s.seed), (vec![(17, 3.0), (4, -100.0)], Some(u64::MAX)));
-    assert_eq!(
-        (request.max_tokens, request.stop, request.stop_at_eos),
-        (Some(5), vec!["x".into(), "y".into()], false)
-    );
+    assert_eq!((request.max_tokens, request.stop, request.stop_at_eos), (Some(5), vec!["x".into(), "y".into()], false));
     let o = request.options;
-    assert_eq!(
-        (o.mode, o.anchor, o.seam),
-        (Some(Mode::Prefix), Some(Anchor::None), Some(3))
-    );
+    assert_eq!((o.mode, o.anchor, o.seam), (Some(Mode::Prefix), Some(Anchor::None), Some(3)));
     assert_eq!(o.compose.map(|c| c.to_string()).as_deref(), Some("last"));
-    assert_eq!(
-        (o.separator.as_deref(), o.salt.as_deref(), o.special_tokens),
-        (Some("|"), Some("s"), true)
-    );
+    assert_eq!((o.separator.as_deref(), o.salt.as_deref(), o.special_tokens), (Some("|"), Some("s"), true));
 }
 
 #[tokio::test]
@@ -139,9 +114,6 @@ async fn absent_null_neutral_and_unknown_fields_change_nothing() {
         }),
     )
     .await;
-    assert_eq!(
-        (request.n, request.max_tokens, request.logprobs, request.stop_at_eos),
-        (1, None, None, true)
-    );
+    assert_eq!((request.n, request.max_tokens, request.logprobs, request.stop_at_eos), (1, None, None, true));
     assert!(request.stop.is_empty() && request.sampling.temperature.is_none() && request.options.mode.is_none());
 }

@@ -15,7 +15,7 @@ pub(super) use simd::Element;
 use simd::{Plain, Simd};
 
 /// Columns of B that lie together; the next ones are `Matrix::group` elements further.
-pub(super) const GROUP: usize = 16;
+pub const GROUP: usize = 16;
 
 /// What C is multiplied by before the product is added.
 #[derive(Clone, Copy)]

@@ -27,6 +27,7 @@ pub use delta::CpuCarry;
 pub use isa::Isa;
 pub use kv::CpuKv;
 pub use linear::CpuLinear;
+pub use matmul::GROUP as KEY_BLOCK;
 pub use rope::CpuRope;
 pub use tensor::CpuTensor;
 

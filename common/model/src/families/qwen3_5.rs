@@ -2,37 +2,43 @@
 //! inside the delta net. Plain (`model.`) and release (`model.language_model.`, beside a vision tower and
 //! an MTP head) layout.
 
-use hypic_kernels::DeltaShape;
+use hypic_kernels::{DeltaShape, RopeSpec};
 use hypic_state::ComposeRule;
 use serde_json::Value;
 
-use super::{divides, full_attention, only_silu, rope, tied};
+use super::rope::{RopeDefaults, rope};
+use super::{bounded, divides, full_attention, layers, max_positions, norm_eps, only_silu, tied};
 use crate::spec::{AttentionSpec, GatedDeltaSpec, LayerSpec, MixerSpec, MlpSpec, NormSpec, RowSource};
 use crate::{Config, ModelError, ModelSpec};
 
-pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
-    let release = config.object("text_config").is_some();
-    let c = config.text();
+/// The text model alone.
+pub(super) fn plain(config: &Config) -> Result<ModelSpec, ModelError> {
+    describe(config, "model.")
+}
+
+/// The text model of a release.
+pub(super) fn release(config: &Config) -> Result<ModelSpec, ModelError> {
+    describe(config, "model.language_model.")
+}
+
+fn describe(config: &Config, prefix: &str) -> Result<ModelSpec, ModelError> {
+    let c = config.text()?;
     only_silu(&c)?;
     c.only("attention_bias", &Value::from(false))?;
     c.only("attn_output_gate", &Value::from(true))?;
 
-    let prefix = if release { "model.language_model." } else { "model." };
-    let (hidden, layers) = (c.size("hidden_size")?, c.size("num_hidden_layers")?);
-    let eps = c.opt_f64("rms_norm_eps")?.unwrap_or(1e-6) as f32;
-    let norm = |name: String, width: usize| NormSpec {
-        name,
-        width,
-        eps,
-        zero_centred: true,
-    };
+    let (hidden, layers) = (c.size("hidden_size")?, layers(&c)?);
+    let eps = norm_eps(&c, 1e-6)?;
+    let norm = |name: String, width: usize| NormSpec { name, width, eps, zero_centred: true };
+    let head_dim = head_dim(&c, hidden)?;
+    let rope = rope(config, head_dim, &RopeDefaults { theta: 10_000_000.0, partial: 0.25 })?;
     let is_full = full_attention(&c, layers, 4)?;
     let layer = |l: usize| -> Result<LayerSpec, ModelError> {
         let at = format!("{prefix}layers.{l}.");
         Ok(LayerSpec {
             mixer_norm: norm(format!("{at}input_layernorm.weight"), hidden),
             mixer: if is_full[l] {
-                MixerSpec::Attention(attention(&c, hidden, eps, &format!("{at}self_attn."))?)
+                MixerSpec::Attention(attention(&c, (hidden, head_dim), &rope, eps, &format!("{at}self_attn."))?)
             } else {
                 MixerSpec::GatedDelta(gated_delta(&c, hidden, eps, &format!("{at}linear_attn."))?)
             },
@@ -46,7 +52,7 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         family: "qwen3_5",
         vocab: c.size("vocab_size")?,
         hidden,
-        max_positions: c.opt_usize("max_position_embeddings")?.unwrap_or(32768),
+        max_positions: max_positions(&c, 32768)?,
         embed: format!("{prefix}embed_tokens.weight"),
         final_norm: norm(format!("{prefix}norm.weight"), hidden),
         head: (!tied).then(|| head.clone()),
@@ -68,11 +74,14 @@ fn gated_delta(c: &Config, hidden: usize, eps: f32, at: &str) -> Result<GatedDel
         beta_scale: 1.0,
     };
     divides(c, (heads, shape.heads), (key_heads, shape.key_heads))?;
+    bounded(c, (key_heads, shape.key_heads), ("linear_key_head_dim", shape.d_k))?;
+    bounded(c, (heads, shape.heads), ("linear_key_head_dim", shape.d_k))?;
+    bounded(c, (heads, shape.heads), ("linear_value_head_dim", shape.d_v))?;
     let values = shape.heads * shape.d_v;
     let rows = |name: &str, rows: usize| RowSource::all(format!("{at}{name}.weight"), rows);
     Ok(GatedDeltaSpec {
         shape,
-        kernel: c.opt_usize("linear_conv_kernel_dim")?.unwrap_or(4).max(1),
+        kernel: c.opt_size("linear_conv_kernel_dim")?.unwrap_or(4),
         project: vec![
             rows("in_proj_qkv", shape.channels()),
             rows("in_proj_z", values),
@@ -82,29 +91,38 @@ fn gated_delta(c: &Config, hidden: usize, eps: f32, at: &str) -> Result<GatedDel
         conv: format!("{at}conv1d.weight"),
         a_log: format!("{at}A_log"),
         dt_bias: format!("{at}dt_bias"),
-        norm: NormSpec {
-            name: format!("{at}norm.weight"),
-            width: shape.d_v,
-            eps,
-            zero_centred: false,
-        },
+        norm: NormSpec { name: format!("{at}norm.weight"), width: shape.d_v, eps, zero_centred: false },
         out: rows("out_proj", hidden),
     })
 }
 
-fn attention(c: &Config, hidden: usize, eps: f32, at: &str) -> Result<AttentionSpec, ModelError> {
-    let heads = c.size("num_attention_heads")?;
-    let kv_heads = c.opt_usize("num_key_value_heads")?.unwrap_or(heads).max(1);
-    divides(c, ("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
-    let head_dim = c.opt_usize("head_dim")?.unwrap_or(hidden / heads);
-    let norm = |name: &str| {
-        Some(NormSpec {
-            name: format!("{at}{name}.weight"),
-            width: head_dim,
-            eps,
-            zero_centred: true,
-        })
+/// Width of an attention head; without `head_dim` the heads share the hidden size.
+fn head_dim(c: &Config, hidden: usize) -> Result<usize, ModelError> {
+    const HEADS: &str = "num_attention_heads";
+    let heads = c.size(HEADS)?;
+    let width = match c.opt_size("head_dim")? {
+        Some(width) => width,
+        None => {
+            divides(c, ("hidden_size", hidden), (HEADS, heads))?;
+            hidden / heads
+        }
     };
+    bounded(c, (HEADS, heads), ("head_dim", width))?;
+    Ok(width)
+}
+
+fn attention(
+    c: &Config,
+    (hidden, head_dim): (usize, usize),
+    rope: &RopeSpec,
+    eps: f32,
+    at: &str,
+) -> Result<AttentionSpec, ModelError> {
+    let heads = c.size("num_attention_heads")?;
+    let kv_heads = c.opt_size("num_key_value_heads")?.unwrap_or(heads);
+    divides(c, ("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
+    let norm =
+        |name: &str| Some(NormSpec { name: format!("{at}{name}.weight"), width: head_dim, eps, zero_centred: true });
     // A head's rows of q_proj are [query | gate].
     let half = |skip: usize| RowSource {
         name: format!("{at}q_proj.weight"),
@@ -119,7 +137,7 @@ fn attention(c: &Config, hidden: usize, eps: f32, at: &str) -> Result<AttentionS
         kv_heads,
         head_dim,
         scale: (head_dim as f32).powf(-0.5),
-        rope: Some(rope(c, head_dim, 10_000_000.0, 0.25)?),
+        rope: Some(rope.clone()),
         project: vec![
             half(0),
             half(head_dim),

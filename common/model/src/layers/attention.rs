@@ -38,18 +38,9 @@ impl<B: Backend> Attention<B> {
         hidden: usize,
         kv_dtype: DType,
     ) -> Result<Self, ModelError> {
-        let kv = KvShape {
-            heads: spec.kv_heads,
-            d_k: spec.head_dim,
-            d_v: spec.head_dim,
-            dtype: kv_dtype,
-        };
+        let kv = KvShape { heads: spec.kv_heads, d_k: spec.head_dim, d_v: spec.head_dim, dtype: kv_dtype };
         Ok(Attention {
-            shape: AttentionShape {
-                heads: spec.heads,
-                kv,
-                scale: spec.scale,
-            },
+            shape: AttentionShape { heads: spec.heads, kv, scale: spec.scale },
             rope: spec.rope.as_ref().map(|r| loader.backend.rope(r)),
             project: loader.linear(&spec.project, hidden)?,
             gated: spec.gated,
@@ -87,12 +78,7 @@ impl<B: Backend> Attention<B> {
             .map(|s| {
                 let (keys, values) = (Cols::new(projected, k), Cols::new(projected, v));
                 backend.kv_append(s.own, s.rows.clone(), keys, values, s.positions, rope);
-                AttentionRows {
-                    rows: s.rows,
-                    positions: s.positions,
-                    spans: s.spans,
-                    own: s.own,
-                }
+                AttentionRows { rows: s.rows, positions: s.positions, spans: s.spans, own: s.own }
             })
             .collect();
         backend.attention(self.shape, rope, Cols::new(projected, 0), &rows, &mut ws.mixed);

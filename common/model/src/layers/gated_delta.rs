@@ -47,13 +47,7 @@ impl<B: Backend> GatedDelta<B> {
         let a = b + self.shape.heads;
         backend.rms_norm(x, &norm.weight, norm.eps, &mut ws.normed);
         backend.linear(&self.project, &ws.normed, &mut ws.projected);
-        backend.conv(
-            Cols::new(&ws.projected, 0),
-            &self.conv,
-            None,
-            windows,
-            &mut ws.convolved,
-        );
+        backend.conv(Cols::new(&ws.projected, 0), &self.conv, None, windows, &mut ws.convolved);
         let inputs = DeltaInputs {
             qkv: &ws.convolved,
             b: Cols::new(&ws.projected, b),
@@ -63,14 +57,7 @@ impl<B: Backend> GatedDelta<B> {
         };
         backend.gated_delta(self.shape, inputs, states, &mut ws.mixed);
         let z = Cols::new(&ws.projected, z);
-        backend.gated_norm(
-            &ws.mixed,
-            &self.norm.weight,
-            self.norm.eps,
-            z,
-            Gate::Silu,
-            &mut ws.gated,
-        );
+        backend.gated_norm(&ws.mixed, &self.norm.weight, self.norm.eps, z, Gate::Silu, &mut ws.gated);
         backend.linear_add(&self.out, &ws.gated, x);
     }
 }

@@ -50,10 +50,7 @@ impl<B: Backend> Loader<'_, B> {
 
     /// A linear layer of `columns` inputs whose rows come from `sources`.
     pub fn linear(&mut self, sources: &[RowSource], columns: usize) -> Result<B::Linear, ModelError> {
-        let parts = sources
-            .iter()
-            .map(|s| self.rows(s, columns))
-            .collect::<Result<Vec<_>, _>>()?;
+        let parts = sources.iter().map(|s| self.rows(s, columns)).collect::<Result<Vec<_>, _>>()?;
         let packed = self.backend.pack(&parts, self.dtype);
         self.bytes += packed.bytes();
         Ok(packed)

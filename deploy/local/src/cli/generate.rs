@@ -97,10 +97,8 @@ pub(super) fn run(args: GenerateArgs) -> Result<()> {
     };
     validate(&request)?;
     let local = args.model.start(!tokens)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the runtime")?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the runtime")?;
     for round in 0..args.repeat {
         let live = !args.json;
         let answer = runtime.block_on(answer(local.router().as_ref(), request.clone(), live))?;
@@ -115,13 +113,13 @@ pub(super) fn run(args: GenerateArgs) -> Result<()> {
 
 /// Get one answer; when `live`, its text appears as it comes.
 async fn answer(engine: &impl Engine, request: Request, live: bool) -> Result<Complete> {
-    let progress = Prefilling::new();
     let mut answer = engine.generate(request).await?;
+    let mut progress = Some(Prefilling::new(answer.progress.clone()));
     let mut complete = Complete::default();
     while let Some(event) = answer.events.recv().await {
         match event {
             Event::Delta(delta) => {
-                progress.done();
+                drop(progress.take());
                 if let Some(text) = &delta.text {
                     complete.text.get_or_insert_default().push_str(text);
                     if live {
@@ -145,16 +143,9 @@ async fn answer(engine: &impl Engine, request: Request, live: bool) -> Result<Co
 
 fn to_json(answer: &Complete) -> Value {
     let logprobs = |l: &TokenLogprobs| -> Vec<Value> {
-        l.top
-            .iter()
-            .map(|t| json!({"token_id": t.token_id, "logprob": t.logprob}))
-            .collect()
+        l.top.iter().map(|t| json!({"token_id": t.token_id, "logprob": t.logprob})).collect()
     };
-    let Report {
-        usage,
-        segments,
-        timings_ms,
-    } = &answer.report;
+    let Report { usage, segments, timings_ms } = &answer.report;
     json!({
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -173,27 +164,15 @@ fn print_table(answer: &Complete, round: u32, rounds: u32) {
     } else {
         println!();
     }
-    let Report {
-        usage,
-        segments,
-        timings_ms: t,
-    } = &answer.report;
+    let Report { usage, segments, timings_ms: t } = &answer.report;
     let mut lines = vec![String::new()];
     if rounds > 1 {
         lines.push(format!("round {} of {rounds}", round + 1));
     }
-    lines.push(format!(
-        "{:>9} {:>7} {:>7}  {:<9} worker",
-        "segment", "tokens", "reused", "source"
-    ));
+    lines.push(format!("{:>9} {:>7} {:>7}  {:<9} worker", "segment", "tokens", "reused", "source"));
     for (i, s) in segments.iter().enumerate() {
         let worker = s.worker.as_deref().unwrap_or("-");
-        lines.push(format!(
-            "{i:>9} {:>7} {:>7}  {:<9} {worker}",
-            s.tokens,
-            s.reused,
-            s.source.as_str()
-        ));
+        lines.push(format!("{i:>9} {:>7} {:>7}  {:<9} {worker}", s.tokens, s.reused, s.source.as_str()));
     }
     lines.push(format!(
         "prompt {} tokens = {} exact + {} composed + {} seam + {} computed; {} generated ({})",

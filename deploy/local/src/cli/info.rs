@@ -32,10 +32,7 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
     let source = ModelSource::new(args.dir);
     let config = Config::parse(&source.config()?)?;
     let spec = families::describe(&config)?;
-    let dtype = args
-        .dtype
-        .0
-        .unwrap_or(if names_bf16(&config)? { DType::Bf16 } else { DType::F32 });
+    let dtype = args.dtype.0.unwrap_or(if names_bf16(&config)? { DType::Bf16 } else { DType::F32 });
     let info = ModelInfo::of(&spec, dtype);
     // The anchor needs the tokenizer, which a lone config.json lacks.
     let text = source.text()?;
@@ -49,10 +46,7 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
         let mut value = serde_json::to_value(&info)?;
         value["dtype"] = json!(dtype.to_string());
         value["compose"] = json!(spec.compose.to_string());
-        value["entry_bytes"] = LENGTHS
-            .iter()
-            .map(|&n| (n.to_string(), json!(info.entry_bytes(n))))
-            .collect();
+        value["entry_bytes"] = LENGTHS.iter().map(|&n| (n.to_string(), json!(info.entry_bytes(n)))).collect();
         value["turn_anchor"] = anchor.map_or(Value::Null, |(ids, text)| json!({"token_ids": ids, "text": text}));
         value["not_served"] = json!(spec.ignored);
         println!("{value}");
@@ -62,32 +56,16 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
     let row = |name: &str, value: String| println!("{name:<22} {value}");
     row("model", source.name());
     row("family", info.family.clone());
-    row(
-        "layers",
-        format!(
-            "{}: {} linear, {} full attention",
-            info.layers, info.linear_layers, info.attention_layers
-        ),
-    );
+    row("layers", format!("{}: {} linear, {} full attention", info.layers, info.linear_layers, info.attention_layers));
     row("parameters", format!("{:.2} million", info.parameters as f64 / 1e6));
     row("positions", info.max_positions.to_string());
     row("compose rule", format!("{} (T is {})", spec.compose, info.transition));
     row(
         "state of a sequence",
-        format!(
-            "{} + {} per token ({dtype})",
-            size(info.sequence_bytes),
-            size(info.kv_bytes_per_token)
-        ),
+        format!("{} + {} per token ({dtype})", size(info.sequence_bytes), size(info.kv_bytes_per_token)),
     );
     let (fixed, operators) = (size(info.entry_recurrent_bytes), size(info.entry_operator_bytes));
-    row(
-        "entry",
-        format!(
-            "at most {fixed} (T {operators}) + {} per token of the body",
-            size(info.kv_bytes_per_token)
-        ),
-    );
+    row("entry", format!("at most {fixed} (T {operators}) + {} per token of the body", size(info.kv_bytes_per_token)));
     for n in LENGTHS {
         row("", format!("{n:>6} tokens: {}", size(info.entry_bytes(n))));
     }

@@ -6,6 +6,7 @@ mod progress;
 mod prompt;
 mod serve;
 
+use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -109,9 +110,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Model(ModelCommand::Info(args)) => ("warn", Box::new(move || info::run(args))),
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .init();
+    let ansi = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
     work()
 }

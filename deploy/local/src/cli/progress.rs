@@ -1,8 +1,10 @@
 //! Progress on a terminal; silent elsewhere.
 
+use std::fmt::Write;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use hypic_router::Progress;
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 
 const TICK: Duration = Duration::from_millis(100);
 
@@ -31,19 +33,18 @@ impl Loading {
 pub(super) struct Prefilling(ProgressBar);
 
 impl Prefilling {
-    pub fn new() -> Self {
-        let bar = ProgressBar::new(0);
-        bar.set_style(style("prefill {bar:30} {pos}/{len} tokens {elapsed}"));
+    /// Show `progress` until dropped.
+    pub fn new(progress: Progress) -> Self {
+        let bar = ProgressBar::new_spinner();
+        let tokens = move |_: &ProgressState, out: &mut dyn Write| _ = write!(out, "{}", progress.tokens());
+        bar.set_style(style("{spinner} prefill: {tokens} tokens, {elapsed}").with_key("tokens", tokens));
         bar.enable_steady_tick(TICK);
         Prefilling(bar)
     }
+}
 
-    pub fn at(&self, done: u64, total: u64) {
-        self.0.set_length(total);
-        self.0.set_position(done);
-    }
-
-    pub fn done(&self) {
+impl Drop for Prefilling {
+    fn drop(&mut self) {
         self.0.finish_and_clear();
     }
 }

@@ -13,8 +13,8 @@ pub(super) struct PromptArgs {
     /// System message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// File with a document; its bytes are a segment of their own [repeatable]
-    #[arg(long = "document", value_name = "FILE")]
+    /// Files with documents; the bytes of each are a segment of their own [repeatable]
+    #[arg(long = "document", value_name = "FILE", num_args = 1..)]
     documents: Vec<PathBuf>,
     /// The question, behind the documents
     #[arg(long, value_name = "TEXT")]
@@ -49,49 +49,27 @@ impl PromptArgs {
     pub fn prompt(&self) -> Result<Prompt> {
         if let Some(file) = &self.token_segments {
             let parsed = serde_json::from_str(&read(file, "--token-segments")?);
-            let TokenSegments {
-                segments,
-                query,
-                anchor,
-            } = parsed.with_context(|| {
-                format!(
-                    r#"--token-segments {}: expected {{"segments": [[ids]], "query": [ids]}}"#,
-                    file.display()
-                )
+            let TokenSegments { segments, query, anchor } = parsed.with_context(|| {
+                format!(r#"--token-segments {}: expected {{"segments": [[ids]], "query": [ids]}}"#, file.display())
             })?;
-            return Ok(Prompt::Tokens {
-                segments,
-                query,
-                anchor: Some(anchor),
-            });
+            return Ok(Prompt::Tokens { segments, query, anchor: Some(anchor) });
         }
-        let documents = self
-            .documents
-            .iter()
-            .map(|file| read(file, "--document"))
-            .collect::<Result<Vec<String>>>()?;
+        let documents = self.documents.iter().map(|file| read(file, "--document")).collect::<Result<Vec<String>>>()?;
         if documents.is_empty() && self.query.is_none() {
             bail!("nothing to answer: give --query TEXT, and --document FILE for each document");
         }
         if self.raw {
             let segments = self.system.iter().cloned().chain(documents).collect();
-            return Ok(Prompt::Raw {
-                segments,
-                query: self.query.clone().unwrap_or_default(),
-            });
+            return Ok(Prompt::Raw { segments, query: self.query.clone().unwrap_or_default() });
         }
         let part = |segment: bool| move |text: String| Part { text, segment };
         let mut content: Vec<Part> = documents.into_iter().map(part(true)).collect();
         content.extend(self.query.clone().map(part(false)));
-        let message = |role: &str, content: Vec<Part>| Message {
-            role: role.to_string(),
-            content,
-            parts: true,
-        };
-        let system = self.system.clone().map(|text| Message {
-            parts: false,
-            ..message("system", vec![Part { text, segment: false }])
-        });
+        let message = |role: &str, content: Vec<Part>| Message { role: role.to_string(), content, parts: true };
+        let system = self
+            .system
+            .clone()
+            .map(|text| Message { parts: false, ..message("system", vec![Part { text, segment: false }]) });
         let user = message("user", content);
         Ok(Prompt::Chat(system.into_iter().chain([user]).collect()))
     }
@@ -101,9 +79,6 @@ fn read(file: &Path, option: &str) -> Result<String> {
     let bytes = std::fs::read(file).with_context(|| format!("{option} {}", file.display()))?;
     String::from_utf8(bytes).map_err(|e| {
         let at = e.utf8_error().valid_up_to();
-        anyhow::anyhow!(
-            "{option} {}: not UTF-8 text (byte {at} is wrong): convert it first",
-            file.display()
-        )
+        anyhow::anyhow!("{option} {}: not UTF-8 text (byte {at} is wrong): convert it first", file.display())
     })
 }

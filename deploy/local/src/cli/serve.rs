@@ -38,38 +38,25 @@ pub(super) fn run(args: ServeArgs) -> Result<()> {
             "listening beyond loopback without API keys: anybody who reaches this machine may ask (--api-key-file)"
         );
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .context("cannot start the runtime")?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the runtime")?;
     runtime.block_on(async {
         // Before the model is loaded: a port that is taken is told at once.
-        let config = FrontConfig {
-            http: args.listen,
-            grpc: Some(args.grpc_listen),
-            api_keys,
-            ..FrontConfig::default()
-        };
+        let config =
+            FrontConfig { http: args.listen, grpc: Some(args.grpc_listen), api_keys, ..FrontConfig::default() };
         let front = bind(config).await?;
         let shutdown = on_signal()?;
         let local = tokio::task::block_in_place(|| args.model.start(true))?;
         let (http, grpc) = (front.http_address(), front.grpc_address());
         let spec = local.model().spec();
         let name = &local.router().served().card.id;
-        println!(
-            "model {name}: {} in {} on {}",
-            spec.family,
-            local.model().dtype(),
-            local.kernel_set()
-        );
+        println!("model {name}: {} in {} on {}", spec.family, local.model().dtype(), local.kernel_set());
         println!("http  http://{http}");
         if let Some(grpc) = grpc {
             println!("grpc  {grpc}");
         }
         println!("try   curl -s http://{http}/v1/chat/completions -d '{}'", example(name));
-        front
-            .serve(local.router().clone(), shutdown, Duration::from_secs(args.grace))
-            .await;
+        front.serve(local.router().clone(), shutdown, Duration::from_secs(args.grace)).await;
         Ok(())
     })
 }
