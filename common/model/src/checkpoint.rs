@@ -61,7 +61,7 @@ impl Checkpoint {
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let read = |name: &str| {
             let path = dir.join(name);
-            std::fs::read(&path).map_err(|source| ModelError::Io { path, source })
+            std::fs::read(&path).map_err(|reason| ModelError::Io { path, reason })
         };
         let config = read(CONFIG)?;
         let generation = dir.join(GENERATION_CONFIG).exists().then(|| read(GENERATION_CONFIG)).transpose()?;
@@ -81,7 +81,7 @@ impl Checkpoint {
             if shards.is_some() && !path.is_file() {
                 return Err(ModelError::checkpoint(name, format!("is missing: {INDEX} names this shard")));
             }
-            let file = File::open(&path).map_err(|source| ModelError::Io { path, source })?;
+            let file = File::open(&path).map_err(|reason| ModelError::Io { path, reason })?;
             checkpoint.add(name, Data::File(file))?;
         }
         if let Some(map) = shards {

@@ -6,7 +6,7 @@ use crate::ModelError;
 
 /// Largest extent that a configuration may name: far above any model, and small enough that products of
 /// three do not overflow.
-pub const MAX_SIZE: usize = 1 << 20;
+pub(crate) const MAX_SIZE: usize = 1 << 20;
 
 /// A `config.json`, or an object in it.
 #[derive(Clone, Debug)]
@@ -98,7 +98,7 @@ impl Config {
         self.typed(key, "a whole number", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
     }
 
-    /// An extent: a whole number from 1 to [`MAX_SIZE`].
+    /// An extent: a whole number from 1 to 2^20.
     ///
     /// # Errors
     /// If it is missing or something else.
@@ -109,7 +109,7 @@ impl Config {
     /// An extent, if the key is there.
     ///
     /// # Errors
-    /// If it is something else than a whole number from 1 to [`MAX_SIZE`].
+    /// If it is something else than a whole number from 1 to 2^20.
     pub fn opt_size(&self, key: &str) -> Result<Option<usize>, ModelError> {
         self.opt_size_within(key, MAX_SIZE)
     }

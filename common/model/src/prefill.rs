@@ -139,7 +139,7 @@ mod tests {
                         let cut = next_cut(done, total, body, chunk);
                         assert!(cut > done, "{done} {total} {body} {chunk}");
                         let on_grid =
-                            if cut <= body { cut % GRID == 0 || cut == body } else { (cut - body) % GRID == 0 };
+                            if cut <= body { cut.is_multiple_of(GRID) || cut == body } else { (cut - body).is_multiple_of(GRID) };
                         assert!(on_grid || cut == total, "{done} {total} {body} {chunk}: {cut}");
                         done = cut;
                     }

@@ -12,7 +12,7 @@ use hypic_router::{Fleet, ModelCard, Router, RouterConfig, Sampling, Served};
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_state::DType;
 use hypic_text::TextPipeline;
-use hypic_transport::{Exchange, Scatter};
+use hypic_transport::{Exchange, SamplingParams, Scatter};
 
 /// Settings of a process with all roles.
 #[derive(Clone, Debug)]
@@ -178,12 +178,22 @@ fn served(name: &str, model: &Model<Cpu>, checkpoint: &Checkpoint) -> Result<Ser
 fn sampling_defaults(generation: &Config) -> Result<Sampling> {
     let number = |key: &str| generation.opt_f64(key).map(|n| n.map(|n| n as f32));
     let greedy = generation.opt_bool("do_sample")? == Some(false);
-    Ok(Sampling {
+    let sampling = Sampling {
         temperature: if greedy { Some(0.0) } else { number("temperature")? },
         top_k: generation.opt_usize("top_k")?.map(|k| u32::try_from(k).unwrap_or(0)),
         top_p: number("top_p")?,
         min_p: number("min_p")?,
         repetition_penalty: number("repetition_penalty")?,
         ..Sampling::default()
-    })
+    };
+    let ordinary = SamplingParams::default();
+    let resolved = SamplingParams {
+        temperature: sampling.temperature.unwrap_or(ordinary.temperature),
+        top_p: sampling.top_p.unwrap_or(ordinary.top_p),
+        min_p: sampling.min_p.unwrap_or(ordinary.min_p),
+        repetition_penalty: sampling.repetition_penalty.unwrap_or(ordinary.repetition_penalty),
+        ..ordinary
+    };
+    resolved.validate().map_err(|e| generation.wrong(e.field, e.message))?;
+    Ok(sampling)
 }

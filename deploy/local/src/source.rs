@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
-use hypic_model::Checkpoint;
+use hypic_model::{Checkpoint, Config};
 use hypic_text::{TextFiles, TextPipeline};
 
 macro_rules! demo {
@@ -58,19 +58,21 @@ impl ModelSource {
         }
     }
 
-    /// The text of its `config.json`.
+    /// Its `config.json`.
     ///
     /// # Errors
-    /// If it cannot be read.
-    pub fn config(&self) -> Result<String> {
-        match self {
-            ModelSource::Demo => Ok(String::from_utf8(demo!("config.json").to_vec())?),
+    /// If it cannot be read or is no JSON object.
+    pub fn config(&self) -> Result<Config> {
+        const NAME: &str = "config.json";
+        let bytes = match self {
+            ModelSource::Demo => demo!("config.json").to_vec(),
             ModelSource::Dir(dir) => {
                 check_dir(dir)?;
-                let path = dir.join("config.json");
-                std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+                let path = dir.join(NAME);
+                std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?
             }
-        }
+        };
+        Ok(Config::parse_file(NAME, &bytes)?)
     }
 
     /// Its tokenizer and chat template; `None` if the directory has no tokenizer.
@@ -97,5 +99,5 @@ fn check_dir(dir: &Path) -> Result<()> {
         return Ok(());
     }
     let what = if dir.exists() { "is a file" } else { "does not exist" };
-    anyhow::bail!("--model {} {what}: give a directory with config.json and model.safetensors", dir.display())
+    anyhow::bail!("the model directory {} {what}: give one with config.json and safetensors weights", dir.display())
 }

@@ -113,7 +113,7 @@ fn norm_eps(config: &Config, default: f64) -> Result<f32, ModelError> {
 
 /// `whole` must be a multiple of `part`.
 fn divides(config: &Config, whole: (&str, usize), part: (&str, usize)) -> Result<(), ModelError> {
-    if whole.1 % part.1 != 0 {
+    if !whole.1.is_multiple_of(part.1) {
         let problem = format!("is {}, which is no multiple of {} = {}", whole.1, part.0, part.1);
         return Err(config.wrong(whole.0, problem));
     }

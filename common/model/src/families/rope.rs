@@ -36,16 +36,11 @@ pub(super) fn rope(config: &Config, head_dim: usize, defaults: &RopeDefaults) ->
         only_plain(place)?;
     }
     let theta = first(&places, "rope_theta", defaults.theta, |n| n > 0.0, "must be above 0")?;
-    let partial = first(
-        &places,
-        "partial_rotary_factor",
-        defaults.partial,
-        |n| (0.0..=1.0).contains(&n),
-        "must be from 0 to 1",
-    )?;
+    let partial =
+        first(&places, "partial_rotary_factor", defaults.partial, |n| (0.0..=1.0).contains(&n), "must be from 0 to 1")?;
     // The tolerance is for factors such as 1/3: a product just below a whole number means that number.
     let rotated = (head_dim as f64 * partial + 1e-9) as usize;
-    if rotated % 2 != 0 {
+    if !rotated.is_multiple_of(2) {
         let problem = format!("{partial} of a head of {head_dim} is {rotated} dimensions; rotation needs pairs");
         return Err(config.wrong("partial_rotary_factor", problem));
     }

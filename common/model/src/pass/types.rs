@@ -109,7 +109,7 @@ pub struct PassOutput<B: Backend> {
     pub logits: Option<B::Tensor>,
 }
 
-/// How far a call of [`Pass::advance`] came.
+/// How far a call of [`advance`](super::Pass::advance)(crate::Pass::advance) came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// Through one more layer.
@@ -119,7 +119,7 @@ pub enum Progress {
         /// Index of the layer.
         layer: usize,
     },
-    /// Through the last layer: [`Pass::finish`] may be called.
+    /// Through the last layer: [`finish`](super::Pass::finish)(crate::Pass::finish) may be called.
     Done,
 }
 

@@ -26,19 +26,19 @@ pub(super) struct GenerateArgs {
     #[arg(long, value_name = "transition|last|add")]
     compose: Option<ComposeRule>,
     /// Tokens to generate at most
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 128)]
     max_tokens: u32,
     /// 0 is greedy [default: the model's]
-    #[arg(long, value_name = "T")]
+    #[arg(long, allow_negative_numbers = true, value_name = "T")]
     temperature: Option<f32>,
     /// Keep the k most likely tokens [default: the model's]
-    #[arg(long, value_name = "K")]
+    #[arg(long, allow_negative_numbers = true, value_name = "K")]
     top_k: Option<u32>,
     /// Keep the most likely tokens up to this mass [default: the model's]
-    #[arg(long, value_name = "P")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P")]
     top_p: Option<f32>,
     /// Same seed, same answer [default: drawn at random]
-    #[arg(long, value_name = "N")]
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
     seed: Option<u64>,
     /// End the answer before this text [repeatable]
     #[arg(long, value_name = "TEXT")]
@@ -47,10 +47,11 @@ pub(super) struct GenerateArgs {
     #[arg(long, requires = "token_segments")]
     stop_at_eos: bool,
     /// Report the K most likely tokens for each generated one
-    #[arg(long, value_name = "K")]
+    #[arg(long, allow_negative_numbers = true, value_name = "K")]
     logprobs: Option<u32>,
     /// Ask N times in this process: from the second time on the cache is warm
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
     /// Read the template's added tokens in the given texts as such
     #[arg(long)]
@@ -96,6 +97,9 @@ pub(super) fn run(args: GenerateArgs) -> Result<()> {
         deadline: None,
     };
     validate(&request)?;
+    if !tokens {
+        args.model.check_tokenizer()?;
+    }
     let local = args.model.start(!tokens)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the runtime")?;
@@ -103,9 +107,9 @@ pub(super) fn run(args: GenerateArgs) -> Result<()> {
         let live = !args.json;
         let answer = runtime.block_on(answer(local.router().as_ref(), request.clone(), live))?;
         if args.json {
-            println!("{}", to_json(&answer));
+            writeln!(std::io::stdout(), "{}", to_json(&answer))?;
         } else {
-            print_table(&answer, round, args.repeat);
+            print_table(&answer, round, args.repeat)?;
         }
     }
     Ok(())
@@ -123,8 +127,9 @@ async fn answer(engine: &impl Engine, request: Request, live: bool) -> Result<Co
                 if let Some(text) = &delta.text {
                     complete.text.get_or_insert_default().push_str(text);
                     if live {
-                        print!("{text}");
-                        std::io::stdout().flush()?;
+                        let mut stdout = std::io::stdout();
+                        write!(stdout, "{text}")?;
+                        stdout.flush()?;
                     }
                 }
                 complete.token_ids.extend(delta.token_ids);
@@ -158,11 +163,11 @@ fn to_json(answer: &Complete) -> Value {
 }
 
 /// What the answer cost, on standard error where text and table would mix in a pipe.
-fn print_table(answer: &Complete, round: u32, rounds: u32) {
-    if answer.text.is_none() {
-        println!("{:?}", answer.token_ids);
-    } else {
-        println!();
+fn print_table(answer: &Complete, round: u32, rounds: u32) -> Result<()> {
+    let mut stdout = std::io::stdout();
+    match answer.text {
+        Some(_) => writeln!(stdout)?,
+        None => writeln!(stdout, "{:?}", answer.token_ids)?,
     }
     let Report { usage, segments, timings_ms: t } = &answer.report;
     let mut lines = vec![String::new()];
@@ -189,9 +194,10 @@ fn print_table(answer: &Complete, round: u32, rounds: u32) {
         t.first_token, t.queue, t.prefill, t.compose, t.total
     ));
     let table = lines.join("\n");
-    if std::io::stdout().is_terminal() {
-        println!("{table}");
+    if stdout.is_terminal() {
+        writeln!(stdout, "{table}")?;
     } else {
         eprintln!("{table}");
     }
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! `hypic model info`: what a model is and what it costs, from its configuration alone.
 
+use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 use super::{DTypeChoice, parse_dtype};
 use crate::source::ModelSource;
 
-/// Lengths of bodies for which the size of an entry is told, in tokens.
+/// Lengths of segments for which the size of an entry is told, in tokens.
 const LENGTHS: [usize; 3] = [512, 2048, 8192];
 
 /// Options of `hypic model info`.
@@ -23,6 +24,9 @@ pub(super) struct InfoArgs {
     /// Dtype of K and V: auto is the one that config.json names
     #[arg(long, value_name = "auto|f32|bf16", default_value = "auto", value_parser = parse_dtype)]
     dtype: DTypeChoice,
+    /// Seam for which sizes of entries are told: leading tokens of a segment that are recomputed
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 8)]
+    seam: u32,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -30,10 +34,11 @@ pub(super) struct InfoArgs {
 
 pub(super) fn run(args: InfoArgs) -> Result<()> {
     let source = ModelSource::new(args.dir);
-    let config = Config::parse(&source.config()?)?;
+    let config = source.config()?;
     let spec = families::describe(&config)?;
     let dtype = args.dtype.0.unwrap_or(if names_bf16(&config)? { DType::Bf16 } else { DType::F32 });
     let info = ModelInfo::of(&spec, dtype);
+    let entry_bytes = |tokens: usize| info.entry_bytes(tokens, args.seam as usize);
     // The anchor needs the tokenizer, which a lone config.json lacks.
     let text = source.text()?;
     let anchor = text.as_ref().map(|t| -> Result<_> {
@@ -45,15 +50,20 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
     if args.json {
         let mut value = serde_json::to_value(&info)?;
         value["dtype"] = json!(dtype.to_string());
+        value["seam"] = json!(args.seam);
         value["compose"] = json!(spec.compose.to_string());
-        value["entry_bytes"] = LENGTHS.iter().map(|&n| (n.to_string(), json!(info.entry_bytes(n)))).collect();
+        value["entry_bytes"] = LENGTHS.iter().map(|&n| (n.to_string(), json!(entry_bytes(n)))).collect();
         value["turn_anchor"] = anchor.map_or(Value::Null, |(ids, text)| json!({"token_ids": ids, "text": text}));
         value["not_served"] = json!(spec.ignored);
-        println!("{value}");
+        writeln!(std::io::stdout(), "{value}")?;
         return Ok(());
     }
     let size = |bytes: usize| ByteSize(bytes as u64).display().iec().to_string();
-    let row = |name: &str, value: String| println!("{name:<22} {value}");
+    let mut table = String::new();
+    let mut row = |name: &str, value: String| {
+        table.push_str(format!("{name:<22} {value}").trim_end());
+        table.push('\n');
+    };
     row("model", source.name());
     row("family", info.family.clone());
     row("layers", format!("{}: {} linear, {} full attention", info.layers, info.linear_layers, info.attention_layers));
@@ -67,7 +77,7 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
     let (fixed, operators) = (size(info.entry_recurrent_bytes), size(info.entry_operator_bytes));
     row("entry", format!("at most {fixed} (T {operators}) + {} per token of the body", size(info.kv_bytes_per_token)));
     for n in LENGTHS {
-        row("", format!("{n:>6} tokens: {}", size(info.entry_bytes(n))));
+        row("", format!("{n:>6} tokens, seam {}: {}", args.seam, size(entry_bytes(n))));
     }
     match anchor {
         Some((ids, text)) if !ids.is_empty() => row("anchor turn", format!("{text:?} {ids:?}")),
@@ -75,11 +85,12 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
         None => row("anchor turn", "unknown: no tokenizer.json here".to_string()),
     }
     row("not served, if there", spec.ignored.join("*, ") + "*");
+    std::io::stdout().write_all(table.as_bytes())?;
     Ok(())
 }
 
 fn names_bf16(config: &Config) -> Result<bool> {
-    for place in [config.text(), config.clone()] {
+    for place in [config.text()?, config.clone()] {
         for key in ["dtype", "torch_dtype"] {
             if let Some(name) = place.opt_str(key)? {
                 return Ok(name == "bfloat16");

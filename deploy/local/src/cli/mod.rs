@@ -9,7 +9,7 @@ mod serve;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 use hypic_router::Anchor;
 use hypic_state::DType;
@@ -44,6 +44,9 @@ enum ModelCommand {
     Info(info::InfoArgs),
 }
 
+/// Most scatter workers in one process: each has threads of its own.
+const MAX_WORKERS: i64 = 256;
+
 /// What both `serve` and `generate` load.
 #[derive(Debug, Args)]
 struct ModelArgs {
@@ -54,13 +57,14 @@ struct ModelArgs {
     #[arg(long, value_name = "auto|f32|bf16", default_value = "auto", value_parser = parse_dtype)]
     dtype: DTypeChoice,
     /// Scatter workers, which share the cores [default: the number of cores, at most 4]
-    #[arg(long, value_name = "N")]
-    workers: Option<usize>,
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=MAX_WORKERS))]
+    workers: Option<u16>,
     /// Memory for cached entries and prefix states
-    #[arg(long, value_name = "SIZE", default_value = "1GiB")]
+    #[arg(long, allow_negative_numbers = true, value_name = "SIZE", default_value = "1GiB")]
     cache_bytes: bytesize::ByteSize,
     /// Seam: leading tokens of each segment that are recomputed behind the true prefix
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 8)]
     seam: u32,
     /// What stands before a segment in its isolated prefill: the template's opening of a user turn, the rendered
     /// system message, or nothing
@@ -81,12 +85,23 @@ fn parse_dtype(text: &str) -> Result<DTypeChoice, String> {
 }
 
 impl ModelArgs {
+    /// Refuse a model directory without a tokenizer before its weights are loaded.
+    fn check_tokenizer(&self) -> Result<()> {
+        let Some(dir) = self.model.as_ref().filter(|dir| dir.is_dir() && !dir.join("tokenizer.json").exists()) else {
+            return Ok(());
+        };
+        bail!(
+            "{} has no tokenizer.json, which text needs: add it, or give token ids by --token-segments",
+            dir.display()
+        )
+    }
+
     /// Load the model and start all roles; without `with_text` the tokenizer is left alone.
     fn start(&self, with_text: bool) -> Result<Local> {
         let source = ModelSource::new(self.model.clone());
         let mut config = LocalConfig::named(source.name());
         config.dtype = self.dtype.0;
-        config.workers = self.workers.unwrap_or(config.workers);
+        config.workers = self.workers.map_or(config.workers, usize::from);
         config.cache_bytes = usize::try_from(self.cache_bytes.as_u64())?;
         config.router.seam = self.seam as usize;
         config.router.anchor = self.anchor;

@@ -27,7 +27,7 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Seconds that running answers get to finish after SIGTERM
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    #[arg(long, allow_negative_numbers = true, value_name = "SECONDS", default_value_t = 30)]
     grace: u64,
 }
 
