@@ -11,7 +11,7 @@ use hypic_kernels::Backend;
 use hypic_model::{Model, ModelInfo};
 use hypic_transport::{Combine, CombineError, Exchange, GenerationEvent, Plan, PrefixHit};
 
-use crate::device::{Command, Device, Waking};
+use crate::device::{Command, Device, Setup, Waking};
 use crate::prefix::{Lengths, PrefixState};
 
 /// Settings of a combiner.
@@ -25,7 +25,7 @@ pub struct CombinerConfig {
     pub max_sequences: usize,
     /// Requests that may wait for a place; more are refused.
     pub max_waiting: usize,
-    /// Time for prompts between two decoding steps, while there are answers to decode.
+    /// Time for prompts until answers (which decode one step) and deadlines have their turn.
     pub prompt_slice: Duration,
     /// How often it looks for cancellations and deadlines while it waits for parts.
     pub poll: Duration,
@@ -103,17 +103,9 @@ impl<B: Backend> Combiner<B> {
         let prefix_room = PrefixRoom { fixed, per_token, budget: store_config.capacity_bytes };
         let waking = Waking { pending: Arc::new(AtomicBool::new(false)), commands: commands.clone() };
         let id = config.id.clone();
-        let device = Device::new(
-            config,
-            backend,
-            model,
-            store.clone(),
-            exchange,
-            lengths.clone(),
-            gauges.clone(),
-            queue,
-            waking,
-        );
+        let (shared, book, told) = (store.clone(), lengths.clone(), gauges.clone());
+        let setup = Setup { config, backend, model, store: shared, exchange, lengths: book, gauges: told };
+        let device = Device::new(setup, queue, waking);
         let thread = std::thread::Builder::new().name(id.clone()).spawn(move || device.run())?;
         Ok(Combiner { id, store, lengths, commands, gauges, prefix_room, thread: Some(thread) })
     }
@@ -131,6 +123,10 @@ impl<B: Backend> Combiner<B> {
 impl<B: Backend> Combine for Combiner<B> {
     fn id(&self) -> &str {
         &self.id
+    }
+
+    fn is_running(&self) -> bool {
+        self.thread.as_ref().is_some_and(|t| !t.is_finished())
     }
 
     fn prefix_lengths(&self, root: PrefixKey) -> Vec<usize> {

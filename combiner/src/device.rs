@@ -14,8 +14,10 @@ use std::time::Instant;
 
 use hypic_cache::{Store, Waker};
 use hypic_kernels::Backend;
-use hypic_model::{Item, Logits, Model, Pass, PassError, Progress, RunningState, Sequence, SequenceOutput, Workspace};
-use hypic_transport::{ChoiceEnd, CombineError, Exchange, GenerationEvent, Plan, SamplingParams, TokenEvent};
+use hypic_model::{Item, Logits, Model, Pass, Progress, RunningState, Sequence, SequenceOutput, Workspace};
+use hypic_transport::{
+    ChoiceEnd, CombineError, Exchange, GenerationEvent, Plan, SamplingParams, TokenEvent, panic_text,
+};
 use tracing::{debug, error};
 
 use crate::combiner::Gauges;
@@ -79,14 +81,19 @@ struct Decoding<B: Backend> {
     last: u32,
 }
 
+/// What a combiner works with.
+pub(crate) struct Setup<B: Backend> {
+    pub config: CombinerConfig,
+    pub backend: B,
+    pub model: Model<B>,
+    pub store: Store<B, PrefixState<B>>,
+    pub exchange: Exchange<B>,
+    pub lengths: Lengths,
+    pub gauges: Arc<Gauges>,
+}
+
 pub(crate) struct Device<B: Backend> {
-    config: CombinerConfig,
-    backend: B,
-    model: Model<B>,
-    store: Store<B, PrefixState<B>>,
-    exchange: Exchange<B>,
-    lengths: Lengths,
-    gauges: Arc<Gauges>,
+    setup: Setup<B>,
     queue: Receiver<Command>,
     waking: Waking,
     waker: Waker,
@@ -101,33 +108,14 @@ pub(crate) struct Device<B: Backend> {
 }
 
 impl<B: Backend> Device<B> {
-    #[allow(clippy::too_many_arguments)] // one call, right beside it
-    pub fn new(
-        config: CombinerConfig,
-        backend: B,
-        model: Model<B>,
-        store: Store<B, PrefixState<B>>,
-        exchange: Exchange<B>,
-        lengths: Lengths,
-        gauges: Arc<Gauges>,
-        queue: Receiver<Command>,
-        waking: Waking,
-    ) -> Self {
-        let (prompt_ws, decode_ws) = (Workspace::new(&backend), Workspace::new(&backend));
-        let waker = waking.waker();
+    pub fn new(setup: Setup<B>, queue: Receiver<Command>, waking: Waking) -> Self {
         Device {
-            config,
-            backend,
-            model,
-            store,
-            exchange,
-            lengths,
-            gauges,
+            prompt_ws: Workspace::new(&setup.backend),
+            decode_ws: Workspace::new(&setup.backend),
+            waker: waking.waker(),
+            setup,
             queue,
             waking,
-            waker,
-            prompt_ws,
-            decode_ws,
             next_id: 0,
             waiting: VecDeque::new(),
             requests: HashMap::new(),
@@ -161,7 +149,7 @@ impl<B: Backend> Device<B> {
             let nothing = self.requests.is_empty() && self.waiting.is_empty();
             let command = match nothing {
                 true => self.queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                false => self.queue.recv_timeout(self.config.poll),
+                false => self.queue.recv_timeout(self.setup.config.poll),
             };
             match command {
                 Ok(command) => self.take(command),
@@ -180,7 +168,7 @@ impl<B: Backend> Device<B> {
 
     fn take(&mut self, command: Command) {
         match command {
-            Command::Generate(plan) if self.waiting.len() >= self.config.max_waiting => {
+            Command::Generate(plan) if self.waiting.len() >= self.setup.config.max_waiting => {
                 let waiting = self.waiting.len();
                 _ = plan.events.send(GenerationEvent::Failed(CombineError::Overloaded { waiting }));
             }
@@ -223,14 +211,22 @@ impl<B: Backend> Device<B> {
     fn admit(&mut self) {
         while let Some(plan) = self.waiting.front() {
             let places = self.sequences() + plan.choices.len();
-            if places > self.config.max_sequences && self.sequences() > 0 {
+            if places > self.setup.config.max_sequences && self.sequences() > 0 {
                 return;
             }
             let plan = self.waiting.pop_front().expect("just seen");
             let id = self.next_id;
             self.next_id += 1;
-            let chunk = self.config.chunk_rows;
-            let prompt = Prompt::new(id, &plan, &self.backend, &self.model, &self.exchange, &self.waker, chunk);
+            let chunk = self.setup.config.chunk_rows;
+            let prompt = Prompt::new(
+                id,
+                &plan,
+                &self.setup.backend,
+                &self.setup.model,
+                &self.setup.exchange,
+                &self.waker,
+                chunk,
+            );
             let open = plan.choices.len();
             let request = Request { plan, open };
             match prompt {
@@ -248,16 +244,16 @@ impl<B: Backend> Device<B> {
     }
 
     fn publish_load(&self) {
-        self.gauges.waiting.store(self.waiting.len(), Ordering::Relaxed);
-        self.gauges.sequences.store(self.sequences(), Ordering::Relaxed);
+        self.setup.gauges.waiting.store(self.waiting.len(), Ordering::Relaxed);
+        self.setup.gauges.sequences.store(self.sequences(), Ordering::Relaxed);
         let answers = self.answers.iter().filter_map(|a| a.state.as_ref()).map(RunningState::bytes);
         let bytes = answers.chain(self.prompts.iter().map(Prompt::state_bytes)).sum();
-        self.gauges.state_bytes.store(bytes, Ordering::Relaxed);
+        self.setup.gauges.state_bytes.store(bytes, Ordering::Relaxed);
     }
 
     fn fail(&mut self, id: u64, why: CombineError) {
         if let Some(request) = self.requests.remove(&id) {
-            debug!(combiner = %self.config.id, request = id, %why, "request ends early");
+            debug!(combiner = %self.setup.config.id, request = id, %why, "request ends early");
             request.tell(GenerationEvent::Failed(why));
         }
         self.prompts.retain(|p| p.request != id);
@@ -301,9 +297,8 @@ impl<B: Backend> Device<B> {
             }
             moved = true;
             blocked = 0;
-            // Answers wait for no more than a slice; cancellations and new requests for no more than a layer.
-            let others = !self.answers.is_empty() && begun.elapsed() >= self.config.prompt_slice;
-            if others || self.anything_new() {
+            // Answers and deadlines wait for no more than a slice; cancellations and new requests for no more than a layer.
+            if begun.elapsed() >= self.setup.config.prompt_slice || self.anything_new() {
                 break;
             }
         }
@@ -325,45 +320,31 @@ impl<B: Backend> Device<B> {
     fn advance_prompt(&mut self, prompt: &mut Prompt<B>) -> Result<Step, CombineError> {
         let id = prompt.request;
         prompt.next_pass();
-        let pass = prompt.pass.as_mut().expect("just begun");
         let begun = Instant::now();
-        let (backend, model, ws) = (&self.backend, &self.model, &mut self.prompt_ws);
-        let advanced = catch_unwind(AssertUnwindSafe(|| pass.advance(backend, model, ws)));
-        let progress = match advanced {
-            Ok(Ok(progress)) => progress,
-            Ok(Err(e @ (PassError::Part { .. } | PassError::Kind { .. }))) => {
-                return Err(CombineError::Segment(e.to_string()));
-            }
-            Err(panic) => {
-                self.prompt_ws = Workspace::new(&self.backend);
-                return Err(self.panicked(&*panic));
-            }
-        };
-        if let Progress::Waiting { .. } = progress {
+        let (backend, model, ws) = (&self.setup.backend, &self.setup.model, &mut self.prompt_ws);
+        let computed = catch_unwind(AssertUnwindSafe(|| advance_pass(prompt, backend, model, ws)));
+        let computed = computed.map_err(|panic| {
+            self.prompt_ws = Workspace::new(&self.setup.backend);
+            self.panicked(&*panic)
+        })??;
+        if let Computed::Nothing = computed {
             return Ok(Step::Waiting);
         }
+        prompt.busy += begun.elapsed();
         if !prompt.begun {
             prompt.begun = true;
             self.requests[&id].tell(GenerationEvent::Started(begun));
         }
-        if progress == Progress::Layer {
-            prompt.busy += begun.elapsed();
-            return Ok(Step::Layer);
-        }
-        let pass = prompt.pass.take().expect("it was under way");
-        self.requests[&id].tell(GenerationEvent::Rows(pass.rows()));
-        let mut output = pass.finish(&self.backend, &self.model, &mut self.prompt_ws);
-        prompt.busy += begun.elapsed();
-        let sequence = output.sequences.pop().expect("one sequence");
+        let Computed::Pass { rows, sequence, logits } = computed else { return Ok(Step::Layer) };
+        self.requests[&id].tell(GenerationEvent::Rows(rows));
         let last = prompt.is_last_pass();
-        let logits = output.logits.filter(|_| last).map(|l| self.backend.download(&l).to_f32());
         let sequence = self.keep_saved(prompt, sequence, last);
         match logits {
-            Some(logits) => {
+            Some(logits) if last => {
                 self.begin_answers(id, prompt, sequence, &logits)?;
                 Ok(Step::Prompt)
             }
-            None => {
+            _ => {
                 prompt.put_back(sequence.state);
                 Ok(Step::Pass)
             }
@@ -378,8 +359,8 @@ impl<B: Backend> Device<B> {
         for frozen in sequence.saved.drain(..states) {
             let Save { point, exact } = prompt.saves.pop_front().expect("a point for each state");
             debug_assert_eq!(frozen.position(), point.position as i64);
-            let state = PrefixState::new(frozen, point.position, exact, &self.lengths, request.plan.root);
-            self.store.put_prefix(point.key, Arc::new(state), point.kind, prompt.busy);
+            let state = PrefixState::new(frozen, point.position, exact, &self.setup.lengths, request.plan.root);
+            self.setup.store.put_prefix(point.key, Arc::new(state), point.kind, prompt.busy);
         }
         sequence
     }
@@ -400,7 +381,7 @@ impl<B: Backend> Device<B> {
         let ids = request.plan.prompt_ids.clone();
         for (choice, params) in choices.into_iter().enumerate() {
             let own = match &fork {
-                Some(frozen) => RunningState::resume(&self.backend, &self.model, frozen),
+                Some(frozen) => RunningState::resume(&self.setup.backend, &self.setup.model, frozen),
                 None => state.take().expect("one answer goes on from the state itself"),
             };
             let mut answer = Decoding {
@@ -454,20 +435,20 @@ impl<B: Backend> Device<B> {
                 logits: Logits::Last,
             })
             .collect();
-        let (backend, model, ws) = (&self.backend, &self.model, &mut self.decode_ws);
+        let (backend, model, ws) = (&self.setup.backend, &self.setup.model, &mut self.decode_ws);
         let stepped = catch_unwind(AssertUnwindSafe(|| Pass::new(sequences).run(backend, model, ws)));
         let output = match stepped {
             Ok(output) => output.expect("decoding needs no parts"),
             Err(panic) => {
                 let why = self.panicked(&*panic);
-                self.decode_ws = Workspace::new(&self.backend);
+                self.decode_ws = Workspace::new(&self.setup.backend);
                 let ids: Vec<u64> = self.answers.iter().map(|a| a.request).collect();
                 ids.into_iter().for_each(|id| self.fail(id, why.clone()));
                 return;
             }
         };
-        let vocab = self.model.spec().vocab;
-        let logits = self.backend.download(&output.logits.expect("every answer wants logits")).to_f32();
+        let vocab = self.setup.model.spec().vocab;
+        let logits = self.setup.backend.download(&output.logits.expect("every answer wants logits")).to_f32();
         let mut failed = Vec::new();
         let answers = std::mem::take(&mut self.answers);
         for ((mut answer, sequence), logits) in answers.into_iter().zip(output.sequences).zip(logits.chunks(vocab)) {
@@ -485,11 +466,39 @@ impl<B: Backend> Device<B> {
     }
 
     fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> CombineError {
-        let text = panic.downcast_ref::<&str>().copied();
-        let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic");
-        error!(combiner = %self.config.id, reason = text, "a pass panicked");
+        let text = panic_text(panic);
+        error!(combiner = %self.setup.config.id, reason = text, "a pass panicked");
         CombineError::Internal(text.to_string())
     }
+}
+
+/// What the device did for a prompt.
+enum Computed<B: Backend> {
+    /// A part is on its way.
+    Nothing,
+    /// One layer.
+    Layer,
+    /// The last layer of a pass.
+    Pass { rows: usize, sequence: SequenceOutput<B>, logits: Option<Vec<f32>> },
+}
+
+fn advance_pass<B: Backend>(
+    prompt: &mut Prompt<B>,
+    backend: &B,
+    model: &Model<B>,
+    ws: &mut Workspace<B>,
+) -> Result<Computed<B>, CombineError> {
+    let mut pass = prompt.pass.take().expect("just begun");
+    let progress = pass.advance(backend, model, ws).map_err(|e| CombineError::Segment(e.to_string()))?;
+    if progress != Progress::Done {
+        prompt.pass = Some(pass);
+        let waiting = matches!(progress, Progress::Waiting { .. });
+        return Ok(if waiting { Computed::Nothing } else { Computed::Layer });
+    }
+    let rows = pass.rows();
+    let mut output = pass.finish(backend, model, ws);
+    let sequence = output.sequences.pop().expect("one sequence");
+    Ok(Computed::Pass { rows, sequence, logits: output.logits.map(|l| backend.download(&l).to_f32()) })
 }
 
 /// How far a prompt came.

@@ -72,7 +72,7 @@ impl Sampler {
         self.index
     }
 
-    /// Choose the next token. `logits` is [vocabulary].
+    /// Choose the next token. `logits` is `[vocabulary]`.
     ///
     /// # Errors
     /// If a logit is NaN or +inf, if all are -inf, or if `logit_bias` names a token outside the vocabulary. The sampler

@@ -102,6 +102,7 @@ pub(crate) struct Running {
     /// Ends single choices at the combiner.
     cancel_choice: Vec<CancellationToken>,
     arrived: Instant,
+    deadline: Option<Instant>,
     usage: Usage,
     times: Times,
     progress: Progress,
@@ -147,6 +148,7 @@ impl Running {
             text,
             cancel_choice: plan.cancel_choice.clone(),
             arrived: plan.arrived,
+            deadline: plan.deadline,
             usage,
             times: Times::default(),
             progress,
@@ -197,23 +199,44 @@ impl Running {
                 }
             }
         }
-        // Every part has arrived; what the workers say of it follows at once.
-        while let Some(result) = self.jobs.next().await {
-            self.job_done(result);
+        // Every part has arrived. What the workers say of it follows at once; one that says nothing holds up
+        // the report no longer than the request may take, and one that says it failed is not asked again.
+        let deadline = self.deadline;
+        let late = async move {
+            match deadline {
+                Some(at) => tokio::time::sleep_until(at.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::pin!(late);
+        loop {
+            let (job, worker, result) = tokio::select! {
+                biased;
+                () = client.closed() => return,
+                result = self.jobs.next() => match result {
+                    Some(result) => result,
+                    None => break,
+                },
+                () = &mut late => break,
+            };
+            if let Ok(outcome) = result {
+                self.job_succeeded(job, worker, outcome);
+            }
         }
         _ = client.send(Event::Report(self.report())).await;
     }
 
+    fn job_succeeded(&mut self, mut job: PlannedJob, worker: String, outcome: JobOutcome) {
+        if let (JobSource::Computed { busy, .. }, Some(charge)) = (outcome.source, job.charge.take()) {
+            charge.complete(busy);
+        }
+        self.outcomes[job.segment] = Some((outcome, worker));
+        self.progress.add(job.job.tokens.len() - job.job.seam);
+    }
+
     fn job_done(&mut self, (mut job, worker, result): JobResult) {
         let error = match result {
-            Ok(outcome) => {
-                if let (JobSource::Computed { busy, .. }, Some(charge)) = (outcome.source, job.charge.take()) {
-                    charge.complete(busy);
-                }
-                self.outcomes[job.segment] = Some((outcome, worker));
-                self.progress.add(job.job.tokens.len() - job.job.seam);
-                return;
-            }
+            Ok(outcome) => return self.job_succeeded(job, worker, outcome),
             Err(error) => error,
         };
         if job.job.cancel.is_cancelled() {

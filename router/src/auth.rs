@@ -19,12 +19,12 @@ pub struct ApiKeys {
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
     /// It cannot be read.
-    #[error("cannot read the API key file {path}: {source}")]
+    #[error("cannot read the API key file {path}: {reason}")]
     Read {
         /// The file.
         path: PathBuf,
         /// What the system says.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// It has no keys.
     #[error("the API key file {path} has no keys: put one key on a line ('#' begins a comment)")]
@@ -49,7 +49,7 @@ impl ApiKeys {
     /// If the file cannot be read, has no keys, or has one that cannot stand in a header.
     pub fn from_file(path: &Path) -> Result<Self, KeyFileError> {
         let text =
-            std::fs::read_to_string(path).map_err(|source| KeyFileError::Read { path: path.to_owned(), source })?;
+            std::fs::read_to_string(path).map_err(|reason| KeyFileError::Read { path: path.to_owned(), reason })?;
         let mut hashes = Vec::new();
         for (index, line) in text.lines().enumerate() {
             let key = line.trim();

@@ -15,6 +15,7 @@ use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
@@ -36,7 +37,8 @@ pub struct FrontConfig {
     pub body_limit: usize,
     /// Bytes of the header block of a request over HTTP/2.
     pub header_limit: u32,
-    /// Time in which a client must have sent a request's header over HTTP/1, and then the next piece of its body.
+    /// Time in which a client must have sent the first bytes of a connection, a request's header over HTTP/1, and then
+    /// the next piece of its body.
     pub read_timeout: Duration,
     /// A streamed answer says something at least this often, be it a comment.
     pub stream_keep_alive: Duration,
@@ -79,14 +81,14 @@ impl Default for FrontConfig {
 
 /// An address that cannot be listened on.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot listen on {address} for {protocol}: {source}; {}", fix(.source))]
+#[error("cannot listen on {address} for {protocol}: {reason}; {}", fix(.reason))]
 pub struct BindError {
     /// The address.
     pub address: SocketAddr,
     /// `HTTP` or `gRPC`.
     pub protocol: &'static str,
     /// What the system says.
-    pub source: io::Error,
+    pub reason: io::Error,
 }
 
 fn fix(error: &io::Error) -> &'static str {
@@ -128,7 +130,7 @@ pub async fn bind(config: FrontConfig) -> Result<Front, BindError> {
 }
 
 async fn listen(address: SocketAddr, protocol: &'static str) -> Result<Bound, BindError> {
-    let failed = |source| BindError { address, protocol, source };
+    let failed = |reason| BindError { address, protocol, reason };
     let listener = TcpListener::bind(address).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     Ok(Bound { listener, address })
@@ -165,7 +167,8 @@ impl Front {
         }
         let mut accepting = JoinSet::new();
         for (listener, routes, builder) in listeners {
-            accepting.spawn(accept(listener, routes, Arc::new(builder), shared.drain.clone()));
+            let (builder, greeting, drain) = (Arc::new(builder), config.read_timeout, shared.drain.clone());
+            accepting.spawn(accept(listener, Serving { routes, builder, greeting, drain }));
         }
         shared.drain.cancelled().await;
         tracing::info!(grace_s = grace.as_secs_f64(), "draining");
@@ -178,13 +181,13 @@ impl Front {
                 Err(error) => tracing::error!(%error, "a listener failed"),
             }
         }
-        if tokio::time::timeout(grace, finished(&mut open)).await.is_ok() {
+        if timeout(grace, finished(&mut open)).await.is_ok() {
             return;
         }
         tracing::warn!("grace is over, running answers are aborted");
         shared.abort.cancel();
         // Dropping the sets cuts the connections that are left.
-        let _ = tokio::time::timeout(config.abort_timeout, finished(&mut open)).await;
+        let _ = timeout(config.abort_timeout, finished(&mut open)).await;
     }
 }
 
@@ -207,37 +210,51 @@ fn connections(config: &FrontConfig) -> Builder<TokioExecutor> {
     builder
 }
 
-/// Accept until `drain`; returns the connections that are still open.
-async fn accept(
-    listener: TcpListener,
+/// What all connections of a listener share.
+#[derive(Clone)]
+struct Serving {
     routes: Router,
     builder: Arc<Builder<TokioExecutor>>,
+    /// Time for a connection's first bytes.
+    greeting: Duration,
     drain: CancellationToken,
-) -> JoinSet<()> {
+}
+
+/// Accept until the drain; returns the connections that are still open.
+async fn accept(listener: TcpListener, serving: Serving) -> JoinSet<()> {
     /// Out of file descriptors, most likely: let some connections end.
     const AFTER_FAILURE: Duration = Duration::from_millis(100);
     let mut open = JoinSet::new();
     loop {
         tokio::select! {
             biased;
-            () = drain.cancelled() => return open,
+            () = serving.drain.cancelled() => return open,
             Some(_) = open.join_next(), if !open.is_empty() => {}
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
-                    open.spawn(connection(stream, routes.clone(), builder.clone(), drain.clone()));
+                    open.spawn(connection(stream, serving.clone()));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
-                    tokio::time::sleep(AFTER_FAILURE).await;
+                    sleep(AFTER_FAILURE).await;
                 }
             },
         }
     }
 }
 
-async fn connection(stream: TcpStream, routes: Router, builder: Arc<Builder<TokioExecutor>>, drain: CancellationToken) {
+async fn connection(stream: TcpStream, serving: Serving) {
+    let Serving { routes, builder, greeting, drain } = serving;
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "cannot switch off delayed sending");
+    }
+    let begun = tokio::select! {
+        begun = timeout(greeting, greeted(&stream)) => begun,
+        () = drain.cancelled() => return,
+    };
+    if !matches!(begun, Ok(Ok(()))) {
+        tracing::debug!("a connection said nothing");
+        return;
     }
     let service = TowerToHyperService::new(routes.map_request(|request: Request<_>| request.map(Body::new)));
     let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
@@ -250,5 +267,20 @@ async fn connection(stream: TcpStream, routes: Router, builder: Arc<Builder<Toki
     };
     if let Err(error) = result {
         tracing::debug!(%error, "connection ended");
+    }
+}
+
+/// Wait until enough has come to tell which protocol it is, for which the protocols' own limits do not hold yet.
+async fn greeted(stream: &TcpStream) -> io::Result<()> {
+    const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    /// Readiness does not tell one byte from two.
+    const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
+    let mut first = [0; PREFACE.len()];
+    loop {
+        let known = stream.peek(&mut first).await?;
+        if known == PREFACE.len() || known == 0 || !PREFACE.starts_with(&first[..known]) {
+            return Ok(());
+        }
+        sleep(BETWEEN_LOOKS).await;
     }
 }

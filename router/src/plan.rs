@@ -328,3 +328,6 @@ fn empty_plan(
         events,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -16,6 +16,7 @@ use crate::api::{
 };
 use crate::balance::{Balancer, SpeedConfig};
 use crate::plan::{Planner, PromptTokens, Settings};
+use crate::validate::validate;
 use crate::validate::sampling_error;
 
 /// Settings of a router.
@@ -195,6 +196,7 @@ impl Router {
 impl Engine for Router {
     async fn generate(&self, request: Request) -> Result<Answer, Error> {
         let arrived = Instant::now();
+        validate(&request)?;
         let stops = hypic_text::StopMatcher::new(request.stop.clone()).map_err(text_error)?;
         let prompt = self.tokenize(&request).await?;
         let max_tokens = self.check(&request, &prompt)?;
@@ -232,7 +234,7 @@ impl Engine for Router {
     }
 
     fn ready(&self) -> bool {
-        true
+        self.fleet.combine.is_running() && self.fleet.scatter.iter().any(|w| w.is_running())
     }
 }
 

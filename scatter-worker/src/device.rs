@@ -14,7 +14,7 @@ use hypic_cache::Lead;
 use hypic_kernels::Backend;
 use hypic_model::{Model, PartSink, Pass, Prefill, Progress, Workspace};
 use hypic_state::LayerPart;
-use hypic_transport::{JobError, JobOutcome, JobSource};
+use hypic_transport::{JobError, JobOutcome, JobSource, panic_text};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tracing::{debug, error};
@@ -177,7 +177,7 @@ impl<B: Backend> Device<B> {
         let finished = match walked {
             Ok(finished) => finished,
             Err(panic) => {
-                let reason = panic_message(&*panic);
+                let reason = panic_text(&*panic);
                 error!(worker = %self.config.id, reason, "a prefill pass panicked");
                 self.ws = Workspace::new(&self.backend);
                 let failed = || JobError::Failed { worker: self.config.id.clone(), reason: reason.to_string() };
@@ -233,9 +233,4 @@ impl<B: Backend> Device<B> {
         };
         _ = reply.send(outcome);
     }
-}
-
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic")
 }

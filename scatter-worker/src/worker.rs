@@ -112,6 +112,10 @@ impl<B: Backend, P: PrefixStates> Scatter for Worker<B, P> {
         &self.id
     }
 
+    fn is_running(&self) -> bool {
+        self.thread.lock().as_ref().is_some_and(|t| !t.is_finished())
+    }
+
     fn holds(&self, key: EntryKey, tokens: &[u32]) -> bool {
         self.store.contains(key, tokens)
     }

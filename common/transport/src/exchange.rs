@@ -182,3 +182,6 @@ impl<S: Storage> PartSource<S> for Incoming<S> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

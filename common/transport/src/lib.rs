@@ -12,6 +12,6 @@ mod sampling;
 pub use exchange::{Exchange, Incoming, Transfer, TransferId, Transfers};
 pub use roles::{
     ChoiceEnd, Combine, CombineError, GenerationEvent, Hold, JobError, JobOutcome, JobSource, Plan, PlanSegment,
-    PrefillJob, PrefixHit, SavePoint, Scatter, SegmentBody, TokenEvent,
+    PrefillJob, PrefixHit, SavePoint, Scatter, SegmentBody, TokenEvent, panic_text,
 };
 pub use sampling::{LOGIT_BIAS, PENALTY, SamplingError, SamplingParams, TEMPERATURE};

@@ -83,6 +83,9 @@ pub trait Scatter: Send + Sync {
     /// Whether it holds the entry `key` of these tokens now.
     fn holds(&self, key: EntryKey, tokens: &[u32]) -> bool;
 
+    /// Whether it takes jobs.
+    fn is_running(&self) -> bool;
+
     /// Have a segment's entry sent to the job's transfer. The parts begin to flow before this resolves; it
     /// resolves when the entry is complete, or will not come from here.
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>>;
@@ -259,6 +262,9 @@ pub trait Combine: Send + Sync {
     /// Its name.
     fn id(&self) -> &str;
 
+    /// Whether it takes plans.
+    fn is_running(&self) -> bool;
+
     /// Lengths of the prefix states that it has for prompts whose chain begins with `root`, ascending.
     fn prefix_lengths(&self, root: PrefixKey) -> Vec<usize>;
 
@@ -270,4 +276,10 @@ pub trait Combine: Send + Sync {
 
     /// Carry out a plan. What becomes of it is told in its events.
     fn generate(&self, plan: Plan);
+}
+
+/// What a panic said, for logs and errors.
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic")
 }

@@ -50,9 +50,13 @@ pub(crate) fn routes<E: Engine>(
     };
     const DESCRIBED: &str = "the descriptors were made at build time";
     let (reporter, health) = tonic_health::server::health_reporter();
-    let routes = Routes::new(guarded).add_service(health).add_service(reflection().build_v1().expect(DESCRIBED))
+    let routes = Routes::new(guarded)
+        .add_service(health)
+        .add_service(reflection().build_v1().expect(DESCRIBED))
         // The older name of the same service, which most clients still ask for first.
-        .add_service(reflection().build_v1alpha().expect(DESCRIBED)).prepare().into_axum_router();
+        .add_service(reflection().build_v1alpha().expect(DESCRIBED))
+        .prepare()
+        .into_axum_router();
     (routes, report_health(reporter, shared))
 }
 

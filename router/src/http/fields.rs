@@ -74,14 +74,14 @@ impl Fields {
 
 /// Read the value at `path` as a `T`.
 pub(super) fn convert<T: DeserializeOwned>(path: &str, value: Value) -> Result<T, Error> {
-    serde_json::from_value(value).map_err(|why| {
-        let mut why = why.to_string();
-        // The names of Rust's types say nothing to a client.
-        for (of_rust, of_json) in [("u32", "a whole number, 0 or more"), ("i64", "a whole number"), ("f32", "a number")] {
-            if let Some(before) = why.strip_suffix(of_rust) {
-                why = format!("{before}{of_json}");
-            }
-        }
-        Error::invalid(path, format!("{path}: {why}"))
-    })
+    serde_json::from_value(value)
+        .map_err(|why| Error::invalid(path, format!("{path}: {}", in_json_terms(why.to_string()))))
+}
+
+/// A complaint of serde without the names of Rust's types, which say nothing to a client.
+fn in_json_terms(why: String) -> String {
+    const TERMS: [(&str, &str); 3] =
+        [("u32", "a whole number, 0 or more"), ("i64", "a whole number"), ("f32", "a number")];
+    let found = TERMS.iter().find_map(|(rust, json)| Some((why.strip_suffix(rust)?, json)));
+    found.map(|(before, json)| format!("{before}{json}")).unwrap_or(why)
 }

@@ -127,11 +127,17 @@ async fn failures_have_their_code() {
             "options.mode",
         ),
         (
-            v1::GenerateRequest { options: Some(v1::PromptOptions { separator: Some(String::new()), ..Default::default() }), ..text("q") },
+            v1::GenerateRequest {
+                options: Some(v1::PromptOptions { separator: Some(String::new()), ..Default::default() }),
+                ..text("q")
+            },
             "options.separator",
         ),
         (
-            v1::GenerateRequest { sampling: Some(v1::Sampling { top_p: Some(f32::NAN), ..Default::default() }), ..text("q") },
+            v1::GenerateRequest {
+                sampling: Some(v1::Sampling { top_p: Some(f32::NAN), ..Default::default() }),
+                ..text("q")
+            },
             "sampling.top_p",
         ),
     ] {

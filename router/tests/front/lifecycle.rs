@@ -127,3 +127,20 @@ async fn without_grpc_only_http_is_served() {
     let (response, _) = server.answered(COMPLETION, json!({"prompt": "p"}), hello()).await;
     assert_eq!(response.status(), 200);
 }
+
+#[tokio::test]
+async fn a_connection_that_does_not_get_to_the_point_is_closed() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let impatient = FrontConfig { read_timeout: Duration::from_millis(50), ..config() };
+    let server = Server::with(impatient, Duration::ZERO).await;
+    for said in
+        ["", "P", "PRI * HTTP/2.0", "GET /health HTTP/1.1\r\nhost: x\r\n", "GET /health HTTP/1.1\r\nhost: x\r\n\r\n"]
+    {
+        let mut stream = tokio::net::TcpStream::connect(server.http).await.expect("connected");
+        stream.write_all(said.as_bytes()).await.expect("sent");
+        let mut answer = Vec::new();
+        let closed = stream.read_to_end(&mut answer);
+        // What the server has not read makes it a reset.
+        let _ended_or_reset = tokio::time::timeout(PATIENCE, closed).await.expect(said);
+    }
+}
