@@ -16,8 +16,7 @@ use crate::api::{
 };
 use crate::balance::{Balancer, SpeedConfig};
 use crate::plan::{Planner, PromptTokens, Settings};
-use crate::validate::validate;
-use crate::validate::sampling_error;
+use crate::validate::{sampling_error, validate};
 
 /// Settings of a router.
 #[derive(Clone, Debug)]

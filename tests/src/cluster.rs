@@ -88,13 +88,11 @@ impl Cluster {
             let mut config = WorkerConfig::named(format!("worker-{i}"));
             config.chunk_rows = setup.worker_rows;
             let cpu = Cpu::new(setup.worker_threads);
-            let worker =
-                Worker::start(config, cpu, model.clone(), store.clone(), exchange.clone(), interest.clone());
+            let worker = Worker::start(config, cpu, model.clone(), store.clone(), exchange.clone(), interest.clone());
             scatter.push(double(i, Arc::new(worker.expect("a thread")), &exchange));
         }
         let (cpu, config) = (backend.clone(), setup.combiner);
-        let combiner =
-            Combiner::start(config, cpu, model.clone(), store.clone(), store_config, exchange.clone());
+        let combiner = Combiner::start(config, cpu, model.clone(), store.clone(), store_config, exchange.clone());
         let combiner = Arc::new(combiner.expect("a thread"));
         let text = ModelSource::Demo.text().expect("a good tokenizer");
         let fleet = Fleet { scatter, combine: combiner.clone(), transfers: Arc::new(exchange.clone()) };

@@ -3,6 +3,7 @@
 
 pub mod ask;
 pub mod cluster;
+pub mod doubles;
 pub mod drive;
 pub mod golden;
 pub mod tolerance;

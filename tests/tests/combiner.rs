@@ -1,0 +1,366 @@
+//! The combiner alone: prompts that wait for parts, answers that decode, deadlines and cancellations, and who waits
+//! for whom.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hypic_cache::{Fingerprint, KeySpace, PrefixChain, Source, Store, StoreConfig};
+use hypic_combiner::{Combiner, CombinerConfig, CombinerLoad};
+use hypic_kernels::Cpu;
+use hypic_model::Model;
+use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
+use hypic_state::{ComposeRule, DType};
+use hypic_tests::Random;
+use hypic_tests::cluster::{TestStore, demo_model, key_space};
+use hypic_tests::drive::Rig;
+use hypic_transport::{
+    ChoiceEnd, Combine, CombineError, Exchange, GenerationEvent, Plan, PlanSegment, PrefillJob, SamplingParams,
+    Scatter, SegmentBody, TransferId, Transfers,
+};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio_util::sync::CancellationToken;
+
+const VOCAB: usize = 1746;
+const SEAM: usize = 8;
+const SOON: Duration = Duration::from_secs(20);
+
+/// A combiner and a worker that gives it entries.
+struct Bench {
+    combiner: Combiner<Cpu>,
+    worker: Worker<Cpu, hypic_combiner::PrefixState<Cpu>>,
+    exchange: Exchange<Cpu>,
+    store: TestStore,
+    model: Model<Cpu>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self::with(CombinerConfig::named("combiner"))
+    }
+
+    fn with(config: CombinerConfig) -> Self {
+        let cpu = Cpu::new(1);
+        let model = demo_model(&cpu);
+        let settings = StoreConfig::default();
+        let store: TestStore = Store::new(settings);
+        let exchange = Exchange::default();
+        let worker = Worker::start(
+            WorkerConfig::named("worker"),
+            Cpu::new(1),
+            model.clone(),
+            store.clone(),
+            exchange.clone(),
+            Interest::default(),
+        );
+        let combiner = Combiner::start(config, cpu, model.clone(), store.clone(), settings, exchange.clone());
+        Bench { combiner: combiner.expect("a thread"), worker: worker.expect("a thread"), exchange, store, model }
+    }
+
+    /// Have the entry of `tokens` sent.
+    async fn send(&self, transfer: TransferId, tokens: &[u32]) {
+        let job = PrefillJob {
+            key: hypic_cache::EntryKey::new(&key_space(&self.model), SEAM, &[], b"", tokens),
+            tokens: tokens.into(),
+            seam: SEAM,
+            anchor: Arc::new([]),
+            transfer,
+            cancel: CancellationToken::new(),
+        };
+        self.worker.prefill(job).await.expect("an entry");
+    }
+
+    /// Waits until so many answers are under way.
+    async fn sequences(&self, wanted: usize) {
+        let begun = Instant::now();
+        while self.combiner.load().sequences != wanted {
+            assert!(begun.elapsed() < SOON, "{wanted} answers under way? {:?}", self.combiner.load());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// Waits until nothing is under way.
+    async fn settle(&self) {
+        self.sequences(0).await;
+        let begun = Instant::now();
+        while self.store.stats().pinned != 0 {
+            assert!(begun.elapsed() < SOON, "still in use: {:?}", self.store.stats());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        assert_eq!(self.combiner.load(), CombinerLoad::default());
+    }
+}
+
+/// A plan under way, as its requester sees it.
+struct Asked {
+    events: UnboundedReceiver<GenerationEvent>,
+    cancel: CancellationToken,
+    choices: Vec<CancellationToken>,
+}
+
+impl Asked {
+    async fn next(&mut self) -> GenerationEvent {
+        let event = tokio::time::timeout(SOON, self.events.recv()).await.expect("an event soon");
+        event.expect("the last event is an end")
+    }
+
+    /// The tokens of all answers until all are done.
+    async fn tokens(&mut self) -> Result<Vec<Vec<u32>>, CombineError> {
+        let mut tokens = vec![Vec::new(); self.choices.len()];
+        loop {
+            match self.next().await {
+                GenerationEvent::Token(t) => tokens[t.choice].push(t.token),
+                GenerationEvent::Done => return Ok(tokens),
+                GenerationEvent::Failed(why) => return Err(why),
+                _ => {}
+            }
+        }
+    }
+
+    /// Waits for the first token.
+    async fn begins(&mut self) {
+        while !matches!(self.next().await, GenerationEvent::Token(_)) {}
+    }
+
+    /// Tokens that have come by now.
+    fn count(&mut self) -> usize {
+        let events = std::iter::from_fn(|| self.events.try_recv().ok());
+        events.filter(|e| matches!(e, GenerationEvent::Token(_))).count()
+    }
+}
+
+/// What to ask.
+struct Ask {
+    segments: Vec<PlanSegment>,
+    query: Vec<u32>,
+    max_tokens: usize,
+    answers: usize,
+    deadline: Option<Duration>,
+}
+
+impl Ask {
+    fn rows(query: Vec<u32>, max_tokens: usize) -> Self {
+        Ask { segments: Vec::new(), query, max_tokens, answers: 1, deadline: None }
+    }
+
+    fn composed(tokens: &[u32], transfer: TransferId, query: Vec<u32>) -> Self {
+        let body = SegmentBody::Entry { seam: SEAM, transfer };
+        Ask { segments: vec![PlanSegment { tokens: tokens.into(), body }], ..Ask::rows(query, 6) }
+    }
+
+    fn of(self, combiner: &Combiner<Cpu>) -> Asked {
+        let (sender, events) = unbounded_channel();
+        let cancel = CancellationToken::new();
+        let choices: Vec<CancellationToken> = (0..self.answers).map(|_| cancel.child_token()).collect();
+        let space = KeySpace::new(Fingerprint([0; 32]), DType::F32);
+        let greedy = |choice| SamplingParams { temperature: 0.0, choice, ..SamplingParams::default() };
+        combiner.generate(Plan {
+            arrived: Instant::now(),
+            resume: None,
+            segments: self.segments,
+            query: self.query,
+            rule: ComposeRule::Transition,
+            root: PrefixChain::new(&space, 2, ComposeRule::Transition, SEAM, &[], b"").key(),
+            saves: Vec::new(),
+            choices: (0..self.answers as u32).map(greedy).collect(),
+            prompt_ids: Vec::new(),
+            eos: Arc::new([]),
+            max_tokens: self.max_tokens,
+            deadline: self.deadline.map(|d| Instant::now() + d),
+            cancel: cancel.clone(),
+            cancel_choice: choices.clone(),
+            events: sender,
+        });
+        Asked { events, cancel, choices }
+    }
+}
+
+const ENDLESS: usize = 1_000_000;
+
+/// The answer that passes driven by hand give.
+fn by_hand(segment: &[u32], query: &[u32], steps: usize) -> Vec<u32> {
+    let backend = Cpu::new(1);
+    let rig = Rig { model: demo_model(&backend), backend, chunk: 512 };
+    let composed = rig.compose(&rig.segments(&[segment.to_vec()], SEAM, &[]), SEAM, ComposeRule::Transition, query);
+    rig.greedy(composed, steps).0
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_composition_that_waits_holds_up_nobody() {
+    let bench = Bench::new();
+    let mut random = Random(1);
+    let (segment, query) = (random.tokens(60, VOCAB), random.tokens(4, VOCAB));
+    let transfer = bench.exchange.open();
+    let mut waiting = Ask::composed(&segment, transfer, query.clone()).of(&bench.combiner);
+
+    let decoded = Ask::rows(random.tokens(30, VOCAB), 40).of(&bench.combiner).tokens().await;
+    assert_eq!(decoded.expect("it waits for nothing")[0].len(), 40);
+    let other = bench.exchange.open();
+    let next = random.tokens(50, VOCAB);
+    bench.send(other, &next).await;
+    Ask::composed(&next, other, vec![1]).of(&bench.combiner).tokens().await.expect("nor does another composition");
+    assert_eq!(waiting.count(), 0);
+    bench.sequences(1).await;
+
+    bench.send(transfer, &segment).await;
+    let got = waiting.tokens().await.expect("its entry has come");
+    assert_eq!(got, [by_hand(&segment, &query, 6)]);
+    bench.exchange.close(transfer);
+    bench.exchange.close(other);
+    bench.settle().await;
+}
+
+/// Parts that come one by one, while another prompt goes through its layers in between.
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_take_turns_between_two_layers() {
+    let bench = Bench::new();
+    let mut random = Random(2);
+    let (segment, query) = (random.tokens(60, VOCAB), random.tokens(4, VOCAB));
+    let scratch = bench.exchange.open();
+    let whole = bench.exchange.receive(scratch, Arc::new(|| {})).expect("open");
+    bench.send(scratch, &segment).await;
+
+    let store: TestStore = Store::new(StoreConfig::default());
+    let key = hypic_cache::EntryKey::new(&key_space(&bench.model), SEAM, &[], b"", &segment);
+    let hypic_cache::Claim::Lead(lead) = store.claim(key, &segment.as_slice().into(), SEAM) else {
+        unreachable!("the store is empty")
+    };
+    let transfer = bench.exchange.open();
+    bench.exchange.send(transfer, Source::Flight(lead.flight().clone()));
+    let mut composed = Ask::composed(&segment, transfer, query.clone()).of(&bench.combiner);
+    for layer in 0..bench.model.layout().len() {
+        use hypic_state::{PartSource, PartState};
+        let PartState::Ready(part) = whole.part(layer) else { unreachable!("it is whole") };
+        lead.publish(layer, part);
+        Ask::rows(random.tokens(20, VOCAB), 2).of(&bench.combiner).tokens().await.expect("an answer");
+    }
+    assert_eq!(composed.tokens().await.expect("all parts came"), [by_hand(&segment, &query, 6)]);
+    drop((whole, lead));
+    bench.exchange.close(transfer);
+    bench.exchange.close(scratch);
+    bench.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn decoding_goes_on_during_a_long_prompt_and_the_prompt_during_decoding() {
+    let bench = Bench::new();
+    let mut random = Random(3);
+    let mut decoding: Vec<Asked> =
+        (0..4).map(|_| Ask::rows(random.tokens(20, VOCAB), ENDLESS).of(&bench.combiner)).collect();
+    for asked in &mut decoding {
+        asked.begins().await;
+    }
+    let mut long = Ask::rows(random.tokens(6000, VOCAB), 1).of(&bench.combiner);
+    while !matches!(long.next().await, GenerationEvent::Started(_)) {}
+    decoding.iter_mut().for_each(|asked| _ = asked.count());
+    long.begins().await;
+    for asked in &mut decoding {
+        let meanwhile = asked.count();
+        assert!(meanwhile >= 3, "{meanwhile} tokens while a long prompt was prefilled");
+    }
+    drop(decoding);
+    bench.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_transfer_that_fails_fails_its_request_only() {
+    let bench = Bench::new();
+    let segment = Random(4).tokens(30, VOCAB);
+    let (failing, closed) = (bench.exchange.open(), bench.exchange.open());
+    let mut waiting = Ask::composed(&segment, failing, vec![1]).of(&bench.combiner);
+    let other = Ask::rows(vec![1, 2, 3], 20).of(&bench.combiner);
+    bench.exchange.fail(failing, "no worker is left");
+    let why = waiting.tokens().await.expect_err("nothing will come");
+    assert!(matches!(&why, CombineError::Segment(reason) if reason.contains("no worker is left")), "{why}");
+    let mut other = other;
+    other.tokens().await.expect("it does not concern this one");
+
+    bench.exchange.close(closed);
+    let why = Ask::composed(&segment, closed, vec![1]).of(&bench.combiner).tokens().await;
+    assert!(matches!(why, Err(CombineError::Segment(_))), "{why:?}");
+    bench.exchange.close(failing);
+    bench.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deadline_ends_waiting_for_a_part() {
+    let bench = Bench::new();
+    let transfer = bench.exchange.open();
+    let wait = Duration::from_millis(80);
+    let begun = Instant::now();
+    let ask = Ask { deadline: Some(wait), ..Ask::composed(&[1; 30], transfer, vec![1]) };
+    let why = ask.of(&bench.combiner).tokens().await.expect_err("nothing comes");
+    assert_eq!(why, CombineError::Deadline);
+    assert!(begun.elapsed() >= wait);
+
+    let mut cancelled = Ask::composed(&[1; 30], transfer, vec![1]).of(&bench.combiner);
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    cancelled.cancel.cancel();
+    assert_eq!(cancelled.tokens().await.expect_err("it was cancelled"), CombineError::Cancelled);
+
+    // A requester that has gone without a word is as good as a cancellation.
+    drop(Ask::composed(&[1; 30], transfer, vec![1]).of(&bench.combiner));
+    bench.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_answer_is_cancelled_and_the_others_go_on() {
+    let bench = Bench::new();
+    let query = Random(5).tokens(20, VOCAB);
+    let alone = Ask::rows(query.clone(), 300).of(&bench.combiner).tokens().await.expect("an answer");
+    let mut asked = Ask { answers: 3, ..Ask::rows(query, 300) }.of(&bench.combiner);
+    asked.begins().await;
+    asked.choices[1].cancel();
+    let mut tokens = [Vec::new(), Vec::new(), Vec::new()];
+    let mut ends = Vec::new();
+    loop {
+        match asked.next().await {
+            GenerationEvent::Token(t) => tokens[t.choice].push(t.token),
+            GenerationEvent::ChoiceDone { choice, end } => ends.push((choice, end)),
+            GenerationEvent::Done => break,
+            _ => {}
+        }
+    }
+    ends.sort_by_key(|(choice, _)| *choice);
+    assert_eq!(ends, [(0, ChoiceEnd::Length), (1, ChoiceEnd::Cancelled), (2, ChoiceEnd::Length)]);
+    assert!(tokens[1].len() < 299, "it was cancelled early");
+    // The first token of the first answer was taken before.
+    assert_eq!(tokens[0], alone[0][1..]);
+    assert_eq!(tokens[2], alone[0]);
+    bench.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn there_are_no_more_answers_than_places() {
+    let bench = Bench::with(CombinerConfig { max_sequences: 2, max_waiting: 3, ..CombinerConfig::named("combiner") });
+    let mut first = Ask { answers: 2, ..Ask::rows(vec![1, 2], ENDLESS) }.of(&bench.combiner);
+    first.begins().await;
+    let mut waiting: Vec<Asked> = (0..3).map(|i| Ask::rows(vec![3, i], 3).of(&bench.combiner)).collect();
+    let refused = Ask::rows(vec![4], 3).of(&bench.combiner).tokens().await;
+    assert_eq!(refused, Err(CombineError::Overloaded { waiting: 3 }));
+    waiting[1].cancel.cancel();
+    assert_eq!(waiting[1].tokens().await, Err(CombineError::Cancelled), "one that waits can be cancelled");
+    assert_eq!(waiting[0].count(), 0, "there is no place");
+    first.cancel.cancel();
+    for i in [0, 2] {
+        assert_eq!(waiting[i].tokens().await.expect("now there is")[0].len(), 3);
+    }
+    // More answers than there are places are served alone.
+    let many = Ask { answers: 5, ..Ask::rows(vec![5], 3) }.of(&bench.combiner).tokens().await;
+    assert_eq!(many.expect("served").len(), 5);
+    bench.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stopping_tells_everybody() {
+    let config = CombinerConfig { max_sequences: 2, ..CombinerConfig::named("combiner") };
+    let Bench { combiner, exchange, .. } = Bench::with(config);
+    let transfer = exchange.open();
+    let mut decoding = Ask::rows(vec![1, 2], ENDLESS).of(&combiner);
+    decoding.begins().await;
+    let mut composing = Ask::composed(&[1; 30], transfer, vec![1]).of(&combiner);
+    let mut waiting = Ask::rows(vec![1, 2], 3).of(&combiner);
+    tokio::task::spawn_blocking(move || drop(combiner)).await.expect("it stops");
+    for asked in [&mut decoding, &mut composing, &mut waiting] {
+        assert_eq!(asked.tokens().await, Err(CombineError::ShuttingDown));
+    }
+}

@@ -1,0 +1,177 @@
+//! The scatter worker alone: jobs that share a computation, are cancelled, are too many, or outlive the worker.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::future::join_all;
+use hypic_cache::{EntryKey, Store, StoreConfig};
+use hypic_combiner::PrefixState;
+use hypic_kernels::Cpu;
+use hypic_model::Model;
+use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
+use hypic_state::{PartSource, PartState};
+use hypic_tests::Random;
+use hypic_tests::cluster::{TestStore, demo_model, key_space};
+use hypic_transport::{Exchange, JobError, JobSource, PrefillJob, Scatter, Transfers};
+use tokio_util::sync::CancellationToken;
+
+const VOCAB: usize = 1746;
+const SEAM: usize = 8;
+
+struct Bench {
+    model: Model<Cpu>,
+    store: TestStore,
+    exchange: Exchange<Cpu>,
+    interest: Interest,
+}
+
+impl Bench {
+    fn new(cache_bytes: usize) -> Self {
+        let store = Store::new(StoreConfig { capacity_bytes: cache_bytes });
+        Bench { model: demo_model(&Cpu::new(1)), store, exchange: Exchange::default(), interest: Interest::default() }
+    }
+
+    fn worker(&self, id: &str, chunk_rows: usize) -> Worker<Cpu, PrefixState<Cpu>> {
+        let config = WorkerConfig { chunk_rows, ..WorkerConfig::named(id) };
+        let (store, exchange) = (self.store.clone(), self.exchange.clone());
+        let worker = Worker::start(config, Cpu::new(1), self.model.clone(), store, exchange, self.interest.clone());
+        worker.expect("a thread")
+    }
+
+    fn job(&self, tokens: &[u32]) -> PrefillJob {
+        PrefillJob {
+            key: EntryKey::new(&key_space(&self.model), SEAM, &[], b"", tokens),
+            tokens: tokens.into(),
+            seam: SEAM,
+            anchor: Arc::new([]),
+            transfer: self.exchange.open(),
+            cancel: CancellationToken::new(),
+        }
+    }
+
+    fn at_rest(&self) {
+        let stats = self.store.stats();
+        assert_eq!((stats.pinned, stats.flights), (0, 0), "{stats:?}");
+    }
+}
+
+fn computed(source: JobSource) -> bool {
+    matches!(source, JobSource::Computed { .. })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_computation_for_all_who_want_it() {
+    let bench = Bench::new(64 << 20);
+    let (a, b) = (bench.worker("a", 64), bench.worker("b", 64));
+    let tokens = Random(1).tokens(2000, VOCAB);
+    let jobs = (0..6).map(|i| if i % 2 == 0 { a.prefill(bench.job(&tokens)) } else { b.prefill(bench.job(&tokens)) });
+    let outcomes: Vec<JobSource> = join_all(jobs).await.into_iter().map(|o| o.expect("done").source).collect();
+    assert_eq!(outcomes.iter().filter(|s| computed(**s)).count(), 1, "{outcomes:?}");
+    assert_eq!(outcomes.iter().filter(|s| **s == JobSource::Shared).count(), 5, "{outcomes:?}");
+    assert!(b.holds(bench.job(&tokens).key, &tokens));
+    assert_eq!(b.prefill(bench.job(&tokens)).await.expect("done").source, JobSource::Held);
+}
+
+/// With no room for entries the parts arrive all the same, before the job is done.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_entry_that_is_not_kept_is_sent() {
+    let bench = Bench::new(0);
+    let worker = bench.worker("worker", 512);
+    let job = bench.job(&Random(2).tokens(100, VOCAB));
+    let (key, tokens, transfer) = (job.key, job.tokens.clone(), job.transfer);
+    let incoming = bench.exchange.receive(transfer, Arc::new(|| {})).expect("open");
+    let outcome = worker.prefill(job).await.expect("done");
+    assert!(computed(outcome.source));
+    assert!(!worker.holds(key, &tokens));
+    for layer in 0..bench.model.layout().len() {
+        assert!(matches!(incoming.part(layer), PartState::Ready(_)), "layer {layer}");
+    }
+    bench.exchange.close(transfer);
+    drop(incoming);
+    bench.at_rest();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn work_that_nobody_wants_is_given_up() {
+    let bench = Bench::new(64 << 20);
+    let worker = bench.worker("worker", 64);
+    let mut random = Random(3);
+    let (long, behind) = (random.tokens(6_000, VOCAB), random.tokens(20_000, VOCAB));
+    let (running, queued) = (bench.job(&long), bench.job(&behind));
+    let cancels = [running.cancel.clone(), queued.cancel.clone()];
+    let transfers = [running.transfer, queued.transfer];
+    let begun = Instant::now();
+    let (running, queued) = (worker.prefill(running), worker.prefill(queued));
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    cancels.iter().for_each(CancellationToken::cancel);
+    assert_eq!(running.await, Err(JobError::Cancelled));
+    assert_eq!(queued.await, Err(JobError::Cancelled));
+    let given_up = begun.elapsed();
+    transfers.iter().for_each(|&t| bench.exchange.close(t));
+    bench.at_rest();
+
+    let begun = Instant::now();
+    let again = bench.job(&long);
+    let transfer = again.transfer;
+    assert!(computed(worker.prefill(again).await.expect("it can be had again").source));
+    assert!(given_up < begun.elapsed(), "{given_up:?} to give up, {:?} to do it", begun.elapsed());
+    bench.exchange.close(transfer);
+    bench.at_rest();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn work_that_another_wants_goes_on() {
+    let bench = Bench::new(64 << 20);
+    let worker = bench.worker("worker", 64);
+    let tokens = Random(4).tokens(3000, VOCAB);
+    let (first, second) = (bench.job(&tokens), bench.job(&tokens));
+    let cancel = first.cancel.clone();
+    let (first, second) = (worker.prefill(first), worker.prefill(second));
+    cancel.cancel();
+    assert_eq!(second.await.expect("done").source, JobSource::Shared);
+    assert!(first.await.is_ok(), "it was computed after all");
+    assert_eq!(bench.store.stats().failed_flights, 0);
+}
+
+/// The pieces of a long segment take turns with what comes behind it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_short_segment_does_not_wait_for_a_long_one() {
+    let bench = Bench::new(64 << 20);
+    let worker = bench.worker("worker", 128);
+    let mut random = Random(5);
+    let mut long = worker.prefill(bench.job(&random.tokens(6_000, VOCAB)));
+    let short = worker.prefill(bench.job(&random.tokens(40, VOCAB)));
+    tokio::select! {
+        biased;
+        _ = &mut long => panic!("the long one was done first"),
+        done = short => assert!(computed(done.expect("done").source)),
+    }
+    long.await.expect("done");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_goes_fails_its_jobs() {
+    let bench = Bench::new(64 << 20);
+    let worker = bench.worker("worker", 64);
+    let mut random = Random(6);
+    let shared = random.tokens(6_000, VOCAB);
+    let jobs = [bench.job(&shared), bench.job(&random.tokens(500, VOCAB)), bench.job(&shared)];
+    let transfers = jobs.each_ref().map(|j| j.transfer);
+    let incoming = bench.exchange.receive(transfers[0], Arc::new(|| {})).expect("open");
+    let answers = jobs.map(|job| worker.prefill(job));
+    tokio::task::spawn_blocking(move || drop(worker)).await.expect("it stops");
+    let [first, _, joined] = join_all(answers).await.try_into().expect("three");
+    assert_eq!(first, Err(JobError::Gone("worker".to_string())));
+    assert!(matches!(joined, Err(JobError::Failed { .. })), "{joined:?}");
+    let last = bench.model.layout().len() - 1;
+    assert!(matches!(incoming.part(last), PartState::Pending), "another sender may take the transfer up");
+    bench.exchange.fail(transfers[0], "no worker is left");
+    assert!(matches!(incoming.part(last), PartState::Failed(_)));
+    transfers.iter().for_each(|&t| bench.exchange.close(t));
+    drop(incoming);
+    bench.at_rest();
+
+    let heir = bench.worker("heir", 512);
+    let job = bench.job(&random.tokens(50, VOCAB));
+    heir.prefill(job).await.expect("the store is as good as before");
+}
