@@ -23,29 +23,18 @@ mod tests {
     #[test]
     fn large_payloads_are_shared_not_copied() {
         let data = bytes::Bytes::from(vec![7u8; 1 << 16]);
-        let chunk = v1::PartChunk {
-            data,
-            part_bytes: 1 << 16,
-            ..Default::default()
-        };
+        let chunk = v1::PartChunk { data, part_bytes: 1 << 16, ..Default::default() };
         let wire = bytes::Bytes::from(chunk.encode_to_vec());
         let range = wire.as_ptr_range();
         let back = v1::PartChunk::decode(wire.clone()).expect("decodes");
         assert_eq!(back, chunk);
-        assert!(
-            range.contains(&back.data.as_ptr()),
-            "the bytes point into the received message"
-        );
+        assert!(range.contains(&back.data.as_ptr()), "the bytes point into the received message");
     }
 
     #[test]
     fn unset_is_not_zero() {
         let unset = v1::Sampling::default();
-        let zero = v1::Sampling {
-            temperature: Some(0.0),
-            seed: Some(0),
-            ..Default::default()
-        };
+        let zero = v1::Sampling { temperature: Some(0.0), seed: Some(0), ..Default::default() };
         assert!(unset.encode_to_vec().is_empty());
         let back = v1::Sampling::decode(zero.encode_to_vec().as_slice()).expect("decodes");
         assert_eq!((back.temperature, back.top_p, back.seed), (Some(0.0), None, Some(0)));

@@ -344,7 +344,8 @@ impl Running {
             usage.exact_tokens + usage.composed_tokens + usage.seam_tokens + usage.computed_tokens,
             usage.prompt_tokens
         );
-        let ms = |d: Duration| d.as_secs_f64() * 1e3;
+        // To the microsecond: more digits would be noise.
+        let ms = |d: Duration| (d.as_secs_f64() * 1e6).round() / 1e3;
         let since = |t: Instant| ms(t.saturating_duration_since(self.arrived));
         let begun = first.into_iter().chain(self.times.began).min();
         let timings = Timings {

@@ -15,19 +15,29 @@ def is_right(record, text):
     return any(answer in text for answer in record["answers"])
 
 
+KINDS = ("exact", "composed", "seam", "computed")
+
+
 def check_accounts(usage, hypic):
-    """Every prompt token counts once, and both reports say the same."""
+    """Every prompt token counts once, both reports say the same, and nothing is missing or of another type."""
+    assert set(hypic) == {"usage", "segments", "timings_ms"}
     kinds = hypic["usage"]
-    total = sum(kinds[f"{kind}_tokens"] for kind in ("exact", "composed", "seam", "computed"))
+    assert set(kinds) == {f"{kind}_tokens" for kind in ("prompt", *KINDS, "completion")}
+    assert all(type(count) is int for count in kinds.values())
+    total = sum(kinds[f"{kind}_tokens"] for kind in KINDS)
     assert total == kinds["prompt_tokens"] == usage.prompt_tokens
     assert kinds["completion_tokens"] == usage.completion_tokens
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details.cached_tokens == kinds["exact_tokens"] + kinds["composed_tokens"]
     for segment in hypic["segments"]:
+        assert set(segment) == {"tokens", "reused", "source", "worker"}
         assert 0 <= segment["reused"] <= segment["tokens"]
+        # Rows of its own are the combiner's work, whatever segment they belong to.
+        assert segment["worker"] is None or (segment["source"] == "computed" and isinstance(segment["worker"], str))
         assert segment["source"] in ("computed", "memory", "prefix", "seam_only")
     # What follows the last segment is the query, and it has at least one token.
     assert sum(segment["tokens"] for segment in hypic["segments"]) < kinds["prompt_tokens"]
     timings = hypic["timings_ms"]
-    assert set(timings) >= {"queue", "prefill", "compose", "first_token", "total"}
+    assert set(timings) == {"queue", "prefill", "compose", "first_token", "total"}
+    assert all(type(time) is float and time >= 0 for time in timings.values())
     assert 0 < timings["first_token"] <= timings["total"]

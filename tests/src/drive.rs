@@ -114,8 +114,7 @@ impl<B: Backend> Rig<B> {
         }
         let sink = Arc::new(Collected::default());
         let mut ws = Workspace::new(&self.backend);
-        let mut prefill =
-            Prefill::new(&self.backend, &self.model, tokens, seam, anchor, self.chunk, sink.clone());
+        let mut prefill = Prefill::new(&self.backend, &self.model, tokens, seam, anchor, self.chunk, sink.clone());
         while !prefill.is_done() {
             let pass = Pass::new(vec![prefill.take()]);
             let mut output = pass.run(&self.backend, &self.model, &mut ws).expect("a prefill needs no parts");
@@ -142,7 +141,12 @@ impl<B: Backend> Rig<B> {
             items.push(Item::Run(segment.tokens[..seam.min(segment.tokens.len())].to_vec()));
             if let Some(entry) = &segment.entry {
                 let source = entry.clone();
-                items.push(Item::Jump(Jump { source, tokens: entry.body_len(), origin: at - segment.captured_at, rule }));
+                items.push(Item::Jump(Jump {
+                    source,
+                    tokens: entry.body_len(),
+                    origin: at - segment.captured_at,
+                    rule,
+                }));
             }
             at += segment.tokens.len() as i64;
         }

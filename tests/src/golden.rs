@@ -41,9 +41,10 @@ impl Golden {
                 other => panic!("reference data of dtype {other:?}"),
             }
         };
-        let tensors = file.tensors().into_iter().map(|(name, t)| {
-            (name, Numbers { shape: t.shape().to_vec(), values: numbers(t.data(), t.dtype()) })
-        });
+        let tensors = file
+            .tensors()
+            .into_iter()
+            .map(|(name, t)| (name, Numbers { shape: t.shape().to_vec(), values: numbers(t.data(), t.dtype()) }));
         Golden(tensors.collect())
     }
 
@@ -64,7 +65,12 @@ pub fn assert_close(what: &str, got: &[f64], want: &[f64], tolerance: f64) {
     let worst = got.iter().zip(want).enumerate().map(|(i, (g, w))| (i, (g - w).abs()));
     // NaN must not pass: it is larger than anything.
     let (at, off) = worst.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((0, 0.0));
-    assert!(off <= tolerance, "{what}: value {at} is {} instead of {}, off by {off:e} > {tolerance:e}", got[at], want[at]);
+    assert!(
+        off <= tolerance,
+        "{what}: value {at} is {} instead of {}, off by {off:e} > {tolerance:e}",
+        got[at],
+        want[at]
+    );
 }
 
 /// Index of the largest number.

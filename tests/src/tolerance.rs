@@ -24,9 +24,11 @@ macro_rules! on_each_backend {
     ($checkpoint:expr, |$rig:ident, $tolerance:ident| $check:expr) => {{
         use $crate::drive::Rig;
         use $crate::tolerance::{F32, F64};
-        let ($rig, $tolerance) = (Rig::load(hypic_kernels::Reference::<f64>::new(), $checkpoint, hypic_state::DType::F64), F64);
+        let ($rig, $tolerance) =
+            (Rig::load(hypic_kernels::Reference::<f64>::new(), $checkpoint, hypic_state::DType::F64), F64);
         $check;
-        let ($rig, $tolerance) = (Rig::load(hypic_kernels::Reference::<f32>::new(), $checkpoint, hypic_state::DType::F32), F32);
+        let ($rig, $tolerance) =
+            (Rig::load(hypic_kernels::Reference::<f32>::new(), $checkpoint, hypic_state::DType::F32), F32);
         $check;
         for isa in hypic_kernels::Isa::ALL.into_iter().filter(|isa| isa.available()) {
             let cpu = hypic_kernels::Cpu::with_isa(2, isa);

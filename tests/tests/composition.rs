@@ -3,9 +3,9 @@
 use hypic_kernels::Backend;
 use hypic_state::{ComposeRule, DType, LayerPart, Transition};
 use hypic_tests::drive::Rig;
+use hypic_tests::golden::{Golden, argmax, assert_close};
 use hypic_tests::on_each_backend;
 use hypic_tests::tolerance::Tolerance;
-use hypic_tests::golden::{Golden, argmax, assert_close};
 use serde_json::Value;
 
 fn check<B: Backend>(rig: &Rig<B>, name: &str, t: Tolerance) {

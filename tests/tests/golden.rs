@@ -4,9 +4,9 @@ use hypic_kernels::Backend;
 use hypic_model::{Item, Logits, Pass, Progress, Sequence, Workspace};
 use hypic_state::LayerKind;
 use hypic_tests::drive::Rig;
+use hypic_tests::golden::{Golden, assert_close};
 use hypic_tests::on_each_backend;
 use hypic_tests::tolerance::Tolerance;
-use hypic_tests::golden::{Golden, assert_close};
 
 fn transpose(values: &[f64], tokens: usize, heads: usize) -> Vec<f64> {
     let d = values.len() / tokens / heads;
@@ -14,7 +14,13 @@ fn transpose(values: &[f64], tokens: usize, heads: usize) -> Vec<f64> {
     (0..heads).flat_map(|h| (0..tokens).flat_map(move |t| at(h, t))).copied().collect()
 }
 
-fn check_states<B: Backend>(rig: &Rig<B>, golden: &Golden, length: &str, state: &hypic_model::RunningState<B>, t: Tolerance) {
+fn check_states<B: Backend>(
+    rig: &Rig<B>,
+    golden: &Golden,
+    length: &str,
+    state: &hypic_model::RunningState<B>,
+    t: Tolerance,
+) {
     for (layer, kind) in rig.model.layout().iter().enumerate() {
         let name = |part: &str| format!("{length}.layer{layer}.{part}");
         match kind {
@@ -25,7 +31,10 @@ fn check_states<B: Backend>(rig: &Rig<B>, golden: &Golden, length: &str, state: 
                 // [channels, 4], newest last, against [3, channels].
                 let want = golden.get(&name("conv"));
                 let (channels, taps) = (want.shape[0], want.shape[1]);
-                let last: Vec<f64> = (1..taps).flat_map(|i| (0..channels).map(move |c| (c, i))).map(|(c, i)| want.values[c * taps + i]).collect();
+                let last: Vec<f64> = (1..taps)
+                    .flat_map(|i| (0..channels).map(move |c| (c, i)))
+                    .map(|(c, i)| want.values[c * taps + i])
+                    .collect();
                 assert_close(&name("conv"), &rig.numbers(window), &last, t.hidden);
             }
             LayerKind::Attention => {
@@ -51,7 +60,12 @@ fn check<B: Backend>(mut rig: Rig<B>, name: &str, t: Tolerance) {
         if length == "short" {
             let (tokens, logits) = rig.greedy(forward, 24);
             assert_eq!(tokens, golden.get("greedy.tokens").ids(), "{name} greedy.tokens");
-            assert_close(&format!("{name} greedy.logits"), &logits.concat(), &golden.get("greedy.logits").values, t.logits);
+            assert_close(
+                &format!("{name} greedy.logits"),
+                &logits.concat(),
+                &golden.get("greedy.logits").values,
+                t.logits,
+            );
         }
     }
     check_hidden(&rig, &golden, name, t);

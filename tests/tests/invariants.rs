@@ -21,7 +21,10 @@ fn segments(random: &mut Random, seam: usize, vocab: usize, count: usize) -> Vec
         let twice = !segments.is_empty() && random.below(4) == 0;
         let next = match twice {
             true => segments[random.below(segments.len())].clone(),
-            false => { let n = random.pick(&lengths); random.tokens(n, vocab) }
+            false => {
+                let n = random.pick(&lengths);
+                random.tokens(n, vocab)
+            }
         };
         segments.push(next);
     }
@@ -75,7 +78,11 @@ fn first_layer<B: Backend>(rig: &Rig<B>, random: &mut Random, anchor: &[u32], re
         let norm = |v: &[f64]| v.iter().map(|x| x * x).sum::<f64>().sqrt();
         let off: Vec<f64> = got.iter().zip(&want).map(|(a, b)| a - b).collect();
         let share = norm(&off) / norm(&want);
-        assert!(share <= relative, "layer 0 after {:?}, seam {seam}: off by {share:e}", tokens.iter().map(Vec::len).collect::<Vec<_>>());
+        assert!(
+            share <= relative,
+            "layer 0 after {:?}, seam {seam}: off by {share:e}",
+            tokens.iter().map(Vec::len).collect::<Vec<_>>()
+        );
     }
 }
 

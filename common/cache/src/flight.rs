@@ -41,16 +41,8 @@ enum Progress<S: Storage> {
 
 impl<S: Storage> Flight<S> {
     pub(crate) fn new(tokens: Arc<[u32]>, seam: usize) -> Self {
-        let state = State {
-            progress: Progress::Running(BTreeMap::new()),
-            wakers: Vec::new(),
-        };
-        Flight {
-            tokens,
-            seam,
-            followers: AtomicU64::new(0),
-            state: Mutex::new(state),
-        }
+        let state = State { progress: Progress::Running(BTreeMap::new()), wakers: Vec::new() };
+        Flight { tokens, seam, followers: AtomicU64::new(0), state: Mutex::new(state) }
     }
 
     /// All token ids of the segment, seam included.
@@ -67,10 +59,9 @@ impl<S: Storage> Flight<S> {
     pub fn part(&self, layer: usize) -> PartState<S> {
         match &self.state.lock().progress {
             Progress::Running(parts) => parts.get(&layer).cloned().map_or(PartState::Pending, PartState::Ready),
-            Progress::Failed(parts, reason) => parts
-                .get(&layer)
-                .cloned()
-                .map_or_else(|| PartState::Failed(reason.clone()), PartState::Ready),
+            Progress::Failed(parts, reason) => {
+                parts.get(&layer).cloned().map_or_else(|| PartState::Failed(reason.clone()), PartState::Ready)
+            }
             Progress::Done(entry) => part_of(entry, layer),
         }
     }
@@ -239,11 +230,6 @@ impl<S: Storage> fmt::Debug for Flight<S> {
             Progress::Done(_) => "complete".to_owned(),
             Progress::Failed(_, reason) => format!("failed: {reason}"),
         };
-        write!(
-            f,
-            "Flight({} tokens, seam {}, {progress})",
-            self.tokens.len(),
-            self.seam
-        )
+        write!(f, "Flight({} tokens, seam {}, {progress})", self.tokens.len(), self.seam)
     }
 }

@@ -30,11 +30,7 @@ pub struct KeySpace {
 impl KeySpace {
     /// The keys of `fingerprint` computing in `dtype`, in the format of this program.
     pub fn new(fingerprint: Fingerprint, dtype: DType) -> Self {
-        KeySpace {
-            fingerprint,
-            dtype,
-            format: FORMAT_VERSION,
-        }
+        KeySpace { fingerprint, dtype, format: FORMAT_VERSION }
     }
 }
 
@@ -168,36 +164,9 @@ mod tests {
         };
         let keys = [
             key(&space, 8, &[1], b"a", &[2, 3]),
-            key(
-                &KeySpace {
-                    fingerprint: Fingerprint([8; 32]),
-                    ..space
-                },
-                8,
-                &[1],
-                b"a",
-                &[2, 3],
-            ),
-            key(
-                &KeySpace {
-                    dtype: DType::Bf16,
-                    ..space
-                },
-                8,
-                &[1],
-                b"a",
-                &[2, 3],
-            ),
-            key(
-                &KeySpace {
-                    format: space.format + 1,
-                    ..space
-                },
-                8,
-                &[1],
-                b"a",
-                &[2, 3],
-            ),
+            key(&KeySpace { fingerprint: Fingerprint([8; 32]), ..space }, 8, &[1], b"a", &[2, 3]),
+            key(&KeySpace { dtype: DType::Bf16, ..space }, 8, &[1], b"a", &[2, 3]),
+            key(&KeySpace { format: space.format + 1, ..space }, 8, &[1], b"a", &[2, 3]),
             key(&space, 9, &[1], b"a", &[2, 3]),
             key(&space, 8, &[], b"a", &[2, 3]),
             key(&space, 8, &[1, 2], b"a", &[3]),

@@ -32,12 +32,7 @@ pub struct Lead<S: Storage> {
 
 impl<S: Storage> Lead<S> {
     pub(crate) fn new(key: EntryKey, flight: Arc<Flight<S>>, books: Option<Weak<dyn Books<S>>>) -> Self {
-        Lead {
-            key,
-            flight,
-            books,
-            ended: false,
-        }
+        Lead { key, flight, books, ended: false }
     }
 
     /// Key of the entry.
@@ -103,9 +98,6 @@ impl<S: Storage> Drop for Lead<S> {
 
 impl<S: Storage> fmt::Debug for Lead<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lead")
-            .field("key", &self.key)
-            .field("flight", &self.flight)
-            .finish()
+        f.debug_struct("Lead").field("key", &self.key).field("flight", &self.flight).finish()
     }
 }

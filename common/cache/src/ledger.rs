@@ -94,17 +94,12 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
             prefixes: HashMap::new(),
             order: Order::new(),
             boundaries: Boundaries::default(),
-            stats: Stats {
-                capacity,
-                ..Stats::default()
-            },
+            stats: Stats { capacity, ..Stats::default() },
         }
     }
 
     pub fn contains(&self, key: &EntryKey, tokens: &[u32]) -> bool {
-        self.entries
-            .get(key)
-            .is_some_and(|slot| **slot.entry.tokens() == *tokens)
+        self.entries.get(key).is_some_and(|slot| **slot.entry.tokens() == *tokens)
     }
 
     /// Finds an entry; one that is found has been used and has one more pin.
@@ -152,11 +147,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
         if room != Room::Made {
             return room;
         }
-        let slot = EntrySlot {
-            entry: entry.clone(),
-            worth,
-            hold: Hold::Pinned(1),
-        };
+        let slot = EntrySlot { entry: entry.clone(), worth, hold: Hold::Pinned(1) };
         let replaced = self.entries.insert(key, slot);
         debug_assert!(replaced.is_none(), "an entry is computed once while it is resident");
         self.stats.entries += 1;
@@ -187,14 +178,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
             return room;
         }
         let place = self.place(key, &worth, ranked);
-        self.prefixes.insert(
-            key,
-            PrefixSlot {
-                value: value.clone(),
-                worth,
-                place,
-            },
-        );
+        self.prefixes.insert(key, PrefixSlot { value: value.clone(), worth, place });
         self.stats.prefix_states += 1;
         self.stats.prefix_bytes += worth.bytes;
         self.stats.bytes += worth.bytes;
@@ -273,9 +257,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
         }
         if found >= short_of_others {
             self.thin(short, gone);
-            victims
-                .into_iter()
-                .for_each(|(rank, resident)| self.evict(rank, resident, gone));
+            victims.into_iter().for_each(|(rank, resident)| self.evict(rank, resident, gone));
             return Room::Made;
         }
 
@@ -286,9 +268,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
             return Room::Refused;
         }
         self.thin(short, gone);
-        victims
-            .into_iter()
-            .for_each(|(rank, resident)| self.evict(rank, resident, gone));
+        victims.into_iter().for_each(|(rank, resident)| self.evict(rank, resident, gone));
         Room::AskAgain
     }
 
@@ -353,26 +333,13 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
         self.check_sums();
         let is_pinned = |slot: &&EntrySlot<S>| matches!(slot.hold, Hold::Pinned(_));
         let entry_bytes: usize = self.entries.values().map(|slot| slot.entry.bytes()).sum();
-        let pinned_bytes: usize = self
-            .entries
-            .values()
-            .filter(is_pinned)
-            .map(|slot| slot.entry.bytes())
-            .sum();
+        let pinned_bytes: usize = self.entries.values().filter(is_pinned).map(|slot| slot.entry.bytes()).sum();
         let prefix_bytes: usize = self.prefixes.values().map(|slot| slot.value.bytes()).sum();
         let stats = &self.stats;
         assert_eq!((stats.entry_bytes, stats.prefix_bytes), (entry_bytes, prefix_bytes));
-        assert_eq!(
-            (stats.pinned, stats.pinned_bytes),
-            (self.entries.values().filter(is_pinned).count(), pinned_bytes)
-        );
+        assert_eq!((stats.pinned, stats.pinned_bytes), (self.entries.values().filter(is_pinned).count(), pinned_bytes));
         let boundary = |slot: &&PrefixSlot<P>| matches!(slot.place, Place::Boundary(_));
-        let boundary_bytes: usize = self
-            .prefixes
-            .values()
-            .filter(boundary)
-            .map(|slot| slot.worth.bytes)
-            .sum();
+        let boundary_bytes: usize = self.prefixes.values().filter(boundary).map(|slot| slot.worth.bytes).sum();
         assert_eq!(self.boundaries.bytes(), boundary_bytes);
         for (rank, resident, bytes) in self.order.ascending() {
             let slot_bytes = match resident {
@@ -394,10 +361,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
 
 impl<S: Storage, P> Default for Gone<S, P> {
     fn default() -> Self {
-        Gone {
-            entries: Vec::new(),
-            prefixes: Vec::new(),
-        }
+        Gone { entries: Vec::new(), prefixes: Vec::new() }
     }
 }
 

@@ -35,10 +35,7 @@ struct Pin {
 impl<S: Storage> Pinned<S> {
     /// A guard for an entry on which `keeper` has counted a pin.
     pub(crate) fn kept(entry: Arc<Entry<S>>, keeper: Weak<dyn Keeper>, key: EntryKey) -> Self {
-        Pinned {
-            entry,
-            pin: Some(Arc::new(Pin { keeper, key })),
-        }
+        Pinned { entry, pin: Some(Arc::new(Pin { keeper, key })) }
     }
 
     /// A guard for an entry that no store keeps.
@@ -70,18 +67,12 @@ impl<S: Storage> Deref for Pinned<S> {
 
 impl<S: Storage> Clone for Pinned<S> {
     fn clone(&self) -> Self {
-        Pinned {
-            entry: self.entry.clone(),
-            pin: self.pin.clone(),
-        }
+        Pinned { entry: self.entry.clone(), pin: self.pin.clone() }
     }
 }
 
 impl<S: Storage> fmt::Debug for Pinned<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pinned")
-            .field("entry", &self.entry)
-            .field("kept", &self.is_kept())
-            .finish()
+        f.debug_struct("Pinned").field("entry", &self.entry).field("kept", &self.is_kept()).finish()
     }
 }

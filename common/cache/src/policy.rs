@@ -64,11 +64,7 @@ pub(crate) struct Order<Id> {
 
 impl<Id: Copy> Order<Id> {
     pub fn new() -> Self {
-        Order {
-            clock: 0.0,
-            next_age: 0,
-            ranks: BTreeMap::new(),
-        }
+        Order { clock: 0.0, next_age: 0, ranks: BTreeMap::new() }
     }
 
     /// The priority of something used now.
@@ -78,10 +74,7 @@ impl<Id: Copy> Order<Id> {
 
     /// Enters `id` as used now.
     pub fn insert(&mut self, id: Id, worth: &Worth) -> Rank {
-        let rank = Rank {
-            priority: self.priority(worth),
-            age: self.next_age,
-        };
+        let rank = Rank { priority: self.priority(worth), age: self.next_age };
         self.next_age += 1;
         self.ranks.insert(rank, (id, worth.bytes));
         rank

@@ -133,21 +133,11 @@ mod tests {
             chain().segment(&[]).key(),
             chain().segment(&[]).segment(&[]).key(),
             chain().rows(&[2, 1]).key(),
-            PrefixChain::new(&space(), 1, ComposeRule::Transition, 8, &[5], b"")
-                .rows(&[1, 2])
-                .key(),
-            PrefixChain::new(&space(), 0, ComposeRule::Add, 8, &[5], b"")
-                .rows(&[1, 2])
-                .key(),
-            PrefixChain::new(&space(), 0, ComposeRule::Transition, 9, &[5], b"")
-                .rows(&[1, 2])
-                .key(),
-            PrefixChain::new(&space(), 0, ComposeRule::Transition, 8, &[], b"")
-                .rows(&[1, 2])
-                .key(),
-            PrefixChain::new(&space(), 0, ComposeRule::Transition, 8, &[5], b"x")
-                .rows(&[1, 2])
-                .key(),
+            PrefixChain::new(&space(), 1, ComposeRule::Transition, 8, &[5], b"").rows(&[1, 2]).key(),
+            PrefixChain::new(&space(), 0, ComposeRule::Add, 8, &[5], b"").rows(&[1, 2]).key(),
+            PrefixChain::new(&space(), 0, ComposeRule::Transition, 9, &[5], b"").rows(&[1, 2]).key(),
+            PrefixChain::new(&space(), 0, ComposeRule::Transition, 8, &[], b"").rows(&[1, 2]).key(),
+            PrefixChain::new(&space(), 0, ComposeRule::Transition, 8, &[5], b"x").rows(&[1, 2]).key(),
         ];
         assert_eq!(keys.iter().collect::<HashSet<_>>().len(), keys.len());
     }

@@ -38,9 +38,7 @@ pub struct StoreConfig {
 impl Default for StoreConfig {
     /// One GiB.
     fn default() -> Self {
-        StoreConfig {
-            capacity_bytes: 1 << 30,
-        }
+        StoreConfig { capacity_bytes: 1 << 30 }
     }
 }
 
@@ -71,15 +69,8 @@ pub enum Claim<S: Storage> {
 impl<S: Storage, P: Stored> Store<S, P> {
     /// An empty store.
     pub fn new(config: StoreConfig) -> Self {
-        let state = State {
-            ledger: Ledger::new(config.capacity_bytes),
-            flights: HashMap::new(),
-        };
-        Store {
-            shared: Arc::new(Shared {
-                state: Mutex::new(state),
-            }),
-        }
+        let state = State { ledger: Ledger::new(config.capacity_bytes), flights: HashMap::new() };
+        Store { shared: Arc::new(Shared { state: Mutex::new(state) }) }
     }
 
     /// The entry of the segment `tokens` with a seam of `seam` tokens, or its computation, or the
@@ -151,11 +142,7 @@ impl<S: Storage, P: Stored> Store<S, P> {
     /// there now. One that is there already stays, as used now, under the stronger of both kinds.
     /// A state that goes later lives on with those who use it.
     pub fn put_prefix(&self, key: PrefixKey, value: Arc<P>, kind: PrefixKind, cost: Duration) -> bool {
-        let worth = Worth {
-            bytes: value.bytes(),
-            cost,
-            uses: 1,
-        };
+        let worth = Worth { bytes: value.bytes(), cost, uses: 1 };
         self.shared.with_room(|state, gone| {
             let room = state.ledger.admit_prefix(key, &value, kind, worth, gone);
             (room, room == Room::Made)
@@ -220,10 +207,7 @@ impl<S: Storage, P: Stored> State<S, P> {
     /// Takes `flight` off the list: it ends.
     fn land(&mut self, key: &EntryKey, flight: &Arc<Flight<S>>) {
         let landed = self.flights.remove(key);
-        debug_assert!(
-            landed.is_some_and(|landed| Arc::ptr_eq(&landed, flight)),
-            "a flight is listed until it ends"
-        );
+        debug_assert!(landed.is_some_and(|landed| Arc::ptr_eq(&landed, flight)), "a flight is listed until it ends");
         self.ledger.stats.flights = self.flights.len();
     }
 }
@@ -238,11 +222,7 @@ impl<S: Storage, P: Stored> Books<S> for Shared<S, P> {
     fn admit(self: Arc<Self>, key: EntryKey, flight: &Arc<Flight<S>>, entry: Entry<S>, cost: Duration) -> Pinned<S> {
         let entry = Arc::new(entry);
         let room = self.with_room(|state, gone| {
-            let worth = Worth {
-                bytes: entry.bytes(),
-                cost,
-                uses: flight.uses(),
-            };
+            let worth = Worth { bytes: entry.bytes(), cost, uses: flight.uses() };
             let room = state.ledger.admit_entry(key, &entry, worth, gone);
             if room != Room::AskAgain {
                 state.land(&key, flight);
@@ -266,9 +246,7 @@ impl<S: Storage, P: Stored> Books<S> for Shared<S, P> {
 
 impl<S: Storage, P: Stored> Clone for Store<S, P> {
     fn clone(&self) -> Self {
-        Store {
-            shared: self.shared.clone(),
-        }
+        Store { shared: self.shared.clone() }
     }
 }
 

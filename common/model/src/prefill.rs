@@ -138,8 +138,11 @@ mod tests {
                     while done < total {
                         let cut = next_cut(done, total, body, chunk);
                         assert!(cut > done, "{done} {total} {body} {chunk}");
-                        let on_grid =
-                            if cut <= body { cut.is_multiple_of(GRID) || cut == body } else { (cut - body).is_multiple_of(GRID) };
+                        let on_grid = if cut <= body {
+                            cut.is_multiple_of(GRID) || cut == body
+                        } else {
+                            (cut - body).is_multiple_of(GRID)
+                        };
                         assert!(on_grid || cut == total, "{done} {total} {body} {chunk}: {cut}");
                         done = cut;
                     }

@@ -78,11 +78,7 @@ struct Wide<'a> {
 
 impl<'a> Wide<'a> {
     fn new(transition: &'a Transition<HostTensor>, d_k: Option<usize>) -> Self {
-        Wide {
-            transition,
-            values: transition.tensor().to_f64(),
-            d_k,
-        }
+        Wide { transition, values: transition.tensor().to_f64(), d_k }
     }
 
     fn head(&self, head: usize) -> Block<'_> {
@@ -95,9 +91,7 @@ impl<'a> Wide<'a> {
             Transition::Dense(dense) => {
                 let square = self.d_k.unwrap_or(0).pow(2);
                 // Heads are u32 by construction of `kept`; one that does not fit is not kept.
-                let at = u32::try_from(head)
-                    .ok()
-                    .and_then(|head| dense.kept.binary_search(&head).ok());
+                let at = u32::try_from(head).ok().and_then(|head| dense.kept.binary_search(&head).ok());
                 at.map_or(Block::Zero, |at| Block::Dense(&self.values[at * square..][..square]))
             }
         }
@@ -117,11 +111,7 @@ impl Transition<HostTensor> {
     /// If the tensor's shape is not that of the operator's kind, or the kept heads are out of order.
     pub fn dims(&self) -> Result<(usize, Option<usize>), TransitionError> {
         let got = self.tensor().shape();
-        let error = |kind, expected| TransitionError::Operator {
-            kind,
-            expected,
-            got: got.to_vec(),
-        };
+        let error = |kind, expected| TransitionError::Operator { kind, expected, got: got.to_vec() };
         match self {
             Transition::Scalar(_) => match got {
                 &[heads] => Ok((heads, None)),
@@ -139,19 +129,12 @@ impl Transition<HostTensor> {
                     return Err(error("dense", "[kept, d_k, d_k]"));
                 }
                 if kept.len() != blocks {
-                    return Err(TransitionError::Blocks {
-                        kept: kept.len(),
-                        blocks,
-                    });
+                    return Err(TransitionError::Blocks { kept: kept.len(), blocks });
                 }
                 for (index, &head) in kept.iter().enumerate() {
                     let ascends = index == 0 || kept[index - 1] < head;
                     if !ascends || head as usize >= *heads {
-                        return Err(TransitionError::Kept {
-                            heads: *heads,
-                            index,
-                            head,
-                        });
+                        return Err(TransitionError::Kept { heads: *heads, index, head });
                     }
                 }
                 Ok((*heads, Some(d_k)))
@@ -167,21 +150,13 @@ impl Transition<HostTensor> {
     pub fn apply(&self, state: &HostTensor) -> Result<HostTensor, TransitionError> {
         let (heads, d_k) = self.dims()?;
         let &[state_heads, rows, d_v] = state.shape() else {
-            return Err(TransitionError::State {
-                got: state.shape().to_vec(),
-            });
+            return Err(TransitionError::State { got: state.shape().to_vec() });
         };
         if heads != state_heads {
-            return Err(TransitionError::Heads {
-                expected: heads,
-                got: state_heads,
-            });
+            return Err(TransitionError::Heads { expected: heads, got: state_heads });
         }
         if let Some(d_k) = d_k.filter(|d_k| *d_k != rows) {
-            return Err(TransitionError::KeyWidth {
-                expected: d_k,
-                got: rows,
-            });
+            return Err(TransitionError::KeyWidth { expected: d_k, got: rows });
         }
 
         let operator = Wide::new(self, d_k);
@@ -211,10 +186,7 @@ impl Transition<HostTensor> {
         let (heads, d_first) = self.dims()?;
         let (later_heads, d_second) = later.dims()?;
         if heads != later_heads {
-            return Err(TransitionError::Heads {
-                expected: later_heads,
-                got: heads,
-            });
+            return Err(TransitionError::Heads { expected: later_heads, got: heads });
         }
         if let (Some(got), Some(expected)) = (d_first, d_second)
             && got != expected

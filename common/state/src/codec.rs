@@ -136,11 +136,7 @@ pub enum CodecError {
 pub fn encode(part: &LayerPart<Host>) -> Bytes {
     let (kind, transition, tensors) = match part {
         LayerPart::Recurrent(p) => {
-            let kind = if p.tail.is_some() {
-                RECURRENT_WITH_TAIL
-            } else {
-                RECURRENT
-            };
+            let kind = if p.tail.is_some() { RECURRENT_WITH_TAIL } else { RECURRENT };
             let mut tensors = vec![p.transition.tensor(), &p.state];
             tensors.extend(&p.tail);
             (kind, Some(&p.transition), tensors)
@@ -187,9 +183,7 @@ pub fn encode(part: &LayerPart<Host>) -> Bytes {
 pub fn decode(bytes: Bytes) -> Result<LayerPart<Host>, CodecError> {
     let length = part_length(&bytes)?;
     if bytes.len() > length {
-        return Err(CodecError::Trailing {
-            extra: bytes.len() - length,
-        });
+        return Err(CodecError::Trailing { extra: bytes.len() - length });
     }
     check(&bytes, PART_CRC)?;
 
@@ -214,16 +208,10 @@ pub fn decode(bytes: Bytes) -> Result<LayerPart<Host>, CodecError> {
             recurrent(code, heads, kept, transition, state, Some(tail))
         }
         (RECURRENT | RECURRENT_WITH_TAIL | ATTENTION, _) => {
-            return Err(CodecError::Unknown {
-                field: "transition kind",
-                value: code.into(),
-            });
+            return Err(CodecError::Unknown { field: "transition kind", value: code.into() });
         }
         _ => {
-            return Err(CodecError::Unknown {
-                field: "part kind",
-                value: kind.into(),
-            });
+            return Err(CodecError::Unknown { field: "part kind", value: kind.into() });
         }
     };
     if code != DENSE && for_dense_only {
@@ -252,9 +240,7 @@ pub fn encode_entry(entry: &Entry<Host>) -> Bytes {
     out.extend(word(tokens.len()));
     out.extend(word(parts.len()));
     tokens.iter().for_each(|token| out.extend(token.to_le_bytes()));
-    parts
-        .iter()
-        .for_each(|part| out.extend_from_slice(&part[PART_CRC..][..4]));
+    parts.iter().for_each(|part| out.extend_from_slice(&part[PART_CRC..][..4]));
     debug_assert_eq!(out.len(), header);
     pad(&mut out);
     let crc = checksum(&out, ENTRY_CRC);
@@ -272,10 +258,7 @@ pub fn decode_entry(bytes: Bytes, layout: &EntryLayout) -> Result<Entry<Host>, C
     let header = length_behind(&bytes, "entry", ENTRY_MAGIC)?;
     check(&bytes[..header], ENTRY_CRC)?;
 
-    let mut reader = Reader {
-        bytes: &bytes.slice(..header),
-        at: 6,
-    };
+    let mut reader = Reader { bytes: &bytes.slice(..header), at: 6 };
     if reader.array::<2>()? != [0; 2] {
         return Err(CodecError::Malformed("reserved bytes that are not zero"));
     }
@@ -285,20 +268,13 @@ pub fn decode_entry(bytes: Bytes, layout: &EntryLayout) -> Result<Entry<Host>, C
     let checksums = reader.words(layers)?;
     reader.finish()?;
     if layers != layout.len() {
-        return Err(EntryError::Layers {
-            expected: layout.len(),
-            got: layers,
-        }
-        .into());
+        return Err(EntryError::Layers { expected: layout.len(), got: layers }.into());
     }
 
     let mut rest = bytes.slice(header..);
     let mut parts = Vec::with_capacity(checksums.len());
     for (layer, stored) in checksums.into_iter().enumerate() {
-        let in_layer = |error| CodecError::Layer {
-            layer,
-            error: Box::new(error),
-        };
+        let in_layer = |error| CodecError::Layer { layer, error: Box::new(error) };
         let length = part_length(&rest).map_err(in_layer)?;
         let part = rest.split_to(length);
         let computed = u32::from_le_bytes(part[PART_CRC..][..4].try_into().expect("four bytes"));
@@ -315,9 +291,7 @@ pub fn decode_entry(bytes: Bytes, layout: &EntryLayout) -> Result<Entry<Host>, C
         if let LayerPart::Attention(kv) = &**part
             && kv.k.shape()[0] != entry.body_len()
         {
-            let error = Box::new(CodecError::Malformed(
-                "K and V of another number of tokens than the body has",
-            ));
+            let error = Box::new(CodecError::Malformed("K and V of another number of tokens than the body has"));
             return Err(CodecError::Layer { layer, error });
         }
     }
@@ -340,17 +314,9 @@ fn recurrent(
     let transition = match code {
         SCALAR => Transition::Scalar(tensor),
         DIAGONAL => Transition::Diagonal(tensor),
-        _ => Transition::Dense(Dense {
-            heads,
-            kept,
-            blocks: tensor,
-        }),
+        _ => Transition::Dense(Dense { heads, kept, blocks: tensor }),
     };
-    LayerPart::Recurrent(RecurrentPart {
-        transition,
-        state,
-        tail,
-    })
+    LayerPart::Recurrent(RecurrentPart { transition, state, tail })
 }
 
 /// Checks that the tensors of a part belong together.
@@ -359,37 +325,22 @@ fn validate(part: &LayerPart<Host>) -> Result<(), CodecError> {
         LayerPart::Recurrent(p) => {
             let (heads, d_k) = p.transition.dims()?;
             let &[state_heads, state_d_k, _] = p.state.shape() else {
-                return Err(TransitionError::State {
-                    got: p.state.shape().to_vec(),
-                }
-                .into());
+                return Err(TransitionError::State { got: p.state.shape().to_vec() }.into());
             };
             if heads != state_heads {
-                return Err(TransitionError::Heads {
-                    expected: heads,
-                    got: state_heads,
-                }
-                .into());
+                return Err(TransitionError::Heads { expected: heads, got: state_heads }.into());
             }
             if let Some(expected) = d_k.filter(|d_k| *d_k != state_d_k) {
-                return Err(TransitionError::KeyWidth {
-                    expected,
-                    got: state_d_k,
-                }
-                .into());
+                return Err(TransitionError::KeyWidth { expected, got: state_d_k }.into());
             }
             if p.tail.as_ref().is_some_and(|tail| tail.shape().len() != 2) {
-                return Err(CodecError::Malformed(
-                    "a convolution tail that is not [kernel - 1, channels]",
-                ));
+                return Err(CodecError::Malformed("a convolution tail that is not [kernel - 1, channels]"));
             }
         }
         LayerPart::Attention(kv) => {
             let (k, v) = (kv.k.shape(), kv.v.shape());
             if k.len() != 3 || v.len() != 3 || k[..2] != v[..2] {
-                return Err(CodecError::Malformed(
-                    "K and V are not [tokens, kv heads, d_k] and [.., d_v]",
-                ));
+                return Err(CodecError::Malformed("K and V are not [tokens, kv heads, d_k] and [.., d_v]"));
             }
         }
     }

@@ -28,12 +28,7 @@ impl HostTensor {
     pub fn new(dtype: DType, shape: impl Into<Vec<usize>>, data: Bytes) -> Self {
         let shape = shape.into();
         let need = shape.iter().product::<usize>() * dtype.size();
-        assert_eq!(
-            data.len(),
-            need,
-            "a {dtype} tensor {shape:?} has {need} bytes, not {}",
-            data.len()
-        );
+        assert_eq!(data.len(), need, "a {dtype} tensor {shape:?} has {need} bytes, not {}", data.len());
         HostTensor { dtype, shape, data }
     }
 

@@ -125,16 +125,10 @@ impl<S: Storage> Entry<S> {
         parts: Vec<Arc<LayerPart<S>>>,
     ) -> Result<Self, EntryError> {
         if tokens.len() <= seam {
-            return Err(EntryError::NoBody {
-                tokens: tokens.len(),
-                seam,
-            });
+            return Err(EntryError::NoBody { tokens: tokens.len(), seam });
         }
         if parts.len() != layout.len() {
-            return Err(EntryError::Layers {
-                expected: layout.len(),
-                got: parts.len(),
-            });
+            return Err(EntryError::Layers { expected: layout.len(), got: parts.len() });
         }
         for (layer, (part, &expected)) in parts.iter().zip(layout.iter()).enumerate() {
             let got = part.kind();
@@ -143,12 +137,7 @@ impl<S: Storage> Entry<S> {
             }
         }
         let bytes = parts.iter().map(|p| p.bytes()).sum::<usize>() + tokens.len() * size_of::<u32>();
-        Ok(Entry {
-            tokens,
-            seam,
-            parts,
-            bytes,
-        })
+        Ok(Entry { tokens, seam, parts, bytes })
     }
 
     /// All token ids of the segment, seam included.

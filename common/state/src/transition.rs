@@ -22,19 +22,13 @@ pub enum ComposeRule {
 
 impl ComposeRule {
     /// All rules, with the names that users write.
-    pub const NAMES: [(&'static str, ComposeRule); 3] = [
-        ("transition", ComposeRule::Transition),
-        ("last", ComposeRule::Last),
-        ("add", ComposeRule::Add),
-    ];
+    pub const NAMES: [(&'static str, ComposeRule); 3] =
+        [("transition", ComposeRule::Transition), ("last", ComposeRule::Last), ("add", ComposeRule::Add)];
 }
 
 impl fmt::Display for ComposeRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, _) = Self::NAMES
-            .iter()
-            .find(|(_, r)| r == self)
-            .expect("every rule has a name");
+        let (name, _) = Self::NAMES.iter().find(|(_, r)| r == self).expect("every rule has a name");
         f.write_str(name)
     }
 }
@@ -44,9 +38,7 @@ impl FromStr for ComposeRule {
 
     fn from_str(s: &str) -> Result<Self, String> {
         let found = Self::NAMES.iter().find(|(name, _)| *name == s);
-        found
-            .map(|(_, r)| *r)
-            .ok_or_else(|| format!("unknown compose rule '{s}': use transition, last or add"))
+        found.map(|(_, r)| *r).ok_or_else(|| format!("unknown compose rule '{s}': use transition, last or add"))
     }
 }
 
@@ -87,11 +79,9 @@ impl<T> Transition<T> {
         match self {
             Transition::Scalar(t) => Transition::Scalar(f(t)),
             Transition::Diagonal(t) => Transition::Diagonal(f(t)),
-            Transition::Dense(d) => Transition::Dense(Dense {
-                heads: d.heads,
-                kept: d.kept.clone(),
-                blocks: f(&d.blocks),
-            }),
+            Transition::Dense(d) => {
+                Transition::Dense(Dense { heads: d.heads, kept: d.kept.clone(), blocks: f(&d.blocks) })
+            }
         }
     }
 }

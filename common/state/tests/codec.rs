@@ -32,11 +32,7 @@ fn parts(dtype: DType) -> Vec<LayerPart<Host>> {
     let (heads, d_k, d_v) = (3, 2, 5);
     let dense = |kept: &[u32]| {
         let blocks = tensor(dtype, &[kept.len(), d_k, d_k], -1.0);
-        Transition::Dense(Dense {
-            heads,
-            kept: kept.to_vec(),
-            blocks,
-        })
+        Transition::Dense(Dense { heads, kept: kept.to_vec(), blocks })
     };
     let transitions = [
         Transition::Scalar(tensor(dtype, &[heads], 1.0)),
@@ -45,18 +41,12 @@ fn parts(dtype: DType) -> Vec<LayerPart<Host>> {
         dense(&[]),
         dense(&[0, 1, 2]),
     ];
-    let mut parts = vec![LayerPart::Attention(HostKv {
-        k: tensor(dtype, &[4, 2, 3], 0.0),
-        v: tensor(dtype, &[4, 2, 7], 9.0),
-    })];
+    let mut parts =
+        vec![LayerPart::Attention(HostKv { k: tensor(dtype, &[4, 2, 3], 0.0), v: tensor(dtype, &[4, 2, 7], 9.0) })];
     for transition in transitions {
         for tail in [None, Some(tensor(dtype, &[3, 11], 5.0))] {
             let state = tensor(DType::F32, &[heads, d_k, d_v], 0.5);
-            parts.push(LayerPart::Recurrent(RecurrentPart {
-                transition: transition.clone(),
-                state,
-                tail,
-            }));
+            parts.push(LayerPart::Recurrent(RecurrentPart { transition: transition.clone(), state, tail }));
         }
     }
     parts
@@ -87,10 +77,7 @@ fn seal(mut bytes: Vec<u8>) -> Bytes {
 /// The encoded dense part with kept heads 0 and 2 of 3.
 fn sample() -> Vec<u8> {
     let part = parts(DType::F32).remove(6);
-    assert!(matches!(
-        &part,
-        LayerPart::Recurrent(RecurrentPart { tail: Some(_), .. })
-    ));
+    assert!(matches!(&part, LayerPart::Recurrent(RecurrentPart { tail: Some(_), .. })));
     encode(&part).to_vec()
 }
 
@@ -109,9 +96,7 @@ fn every_kind_and_type_comes_back_equal() {
 #[test]
 fn decoding_copies_no_tensor() {
     let bytes = encode(&parts(DType::Bf16)[0]);
-    let LayerPart::Attention(kv) = decode(bytes.clone()).unwrap() else {
-        panic!("attention")
-    };
+    let LayerPart::Attention(kv) = decode(bytes.clone()).unwrap() else { panic!("attention") };
     for tensor in [&kv.k, &kv.v] {
         let offset = tensor.data().as_ptr() as usize - bytes.as_ptr() as usize;
         assert!(offset < bytes.len() && offset.is_multiple_of(ALIGN));
@@ -159,10 +144,7 @@ fn every_flipped_bit_is_refused() {
 fn every_truncation_and_extension_is_refused() {
     let bytes = sample();
     for end in 0..bytes.len() {
-        assert!(
-            matches!(refusal(bytes[..end].to_vec()), CodecError::Truncated { .. }),
-            "{end} bytes"
-        );
+        assert!(matches!(refusal(bytes[..end].to_vec()), CodecError::Truncated { .. }), "{end} bytes");
     }
     let mut longer = bytes.clone();
     longer.push(0);
@@ -185,34 +167,11 @@ fn forged(at: usize, value: &[u8]) -> CodecError {
 #[test]
 fn unknown_and_contradictory_fields_are_refused_despite_a_right_checksum() {
     assert!(matches!(forged(0, b"PK"), CodecError::Magic { .. }));
-    assert_eq!(
-        forged(4, &[2, 0]),
-        CodecError::Version {
-            got: FORMAT_VERSION + 1
-        }
-    );
-    assert_eq!(
-        forged(6, &[9]),
-        CodecError::Unknown {
-            field: "part kind",
-            value: 9
-        }
-    );
-    assert_eq!(
-        forged(7, &[7]),
-        CodecError::Unknown {
-            field: "transition kind",
-            value: 7
-        }
-    );
+    assert_eq!(forged(4, &[2, 0]), CodecError::Version { got: FORMAT_VERSION + 1 });
+    assert_eq!(forged(6, &[9]), CodecError::Unknown { field: "part kind", value: 9 });
+    assert_eq!(forged(7, &[7]), CodecError::Unknown { field: "transition kind", value: 7 });
     // No transition in a recurrent part, a dense one called scalar, a tail not announced.
-    assert_eq!(
-        forged(7, &[0]),
-        CodecError::Unknown {
-            field: "transition kind",
-            value: 0
-        }
-    );
+    assert_eq!(forged(7, &[0]), CodecError::Unknown { field: "transition kind", value: 0 });
     assert!(matches!(forged(7, &[1]), CodecError::Malformed(_)));
     forged(6, &[1]);
     forged(6, &[3]);
@@ -223,13 +182,7 @@ fn unknown_and_contradictory_fields_are_refused_despite_a_right_checksum() {
     // Number of kept heads, absurdly large.
     assert!(matches!(forged(24, &[0xff; 4]), CodecError::Truncated { .. }));
     // First tensor header at 36: type, rank, reserved bytes, extents.
-    assert_eq!(
-        forged(36, &[0]),
-        CodecError::Unknown {
-            field: "data type",
-            value: 0
-        }
-    );
+    assert_eq!(forged(36, &[0]), CodecError::Unknown { field: "data type", value: 0 });
     assert!(matches!(forged(37, &[255]), CodecError::Truncated { .. }));
     forged(37, &[2]);
     assert!(matches!(forged(38, &[1]), CodecError::Malformed(_)));
@@ -239,13 +192,7 @@ fn unknown_and_contradictory_fields_are_refused_despite_a_right_checksum() {
     // Padding of the last tensor.
     let end = sample().len();
     assert_eq!(forged(end - 1, &[1]), CodecError::Malformed("padding that is not zero"));
-    assert_eq!(
-        forged(8, &u64::MAX.to_le_bytes()),
-        CodecError::Truncated {
-            need: u64::MAX,
-            got: end
-        }
-    );
+    assert_eq!(forged(8, &u64::MAX.to_le_bytes()), CodecError::Truncated { need: u64::MAX, got: end });
     assert!(matches!(forged(8, &1u64.to_le_bytes()), CodecError::Malformed(_)));
 }
 
@@ -280,10 +227,7 @@ fn entries_come_back_equal() {
     let (entry, layout) = entry();
     let bytes = encode_entry(&entry);
     let back = decode_entry(bytes.clone(), &layout).unwrap();
-    assert_eq!(
-        (back.tokens(), back.seam(), back.bytes()),
-        (entry.tokens(), 3, entry.bytes())
-    );
+    assert_eq!((back.tokens(), back.seam(), back.bytes()), (entry.tokens(), 3, entry.bytes()));
     for (a, b) in back.parts().iter().zip(entry.parts()) {
         assert_same(a, b);
     }
@@ -300,26 +244,14 @@ fn damaged_entries_are_refused() {
         assert!(decode_entry(flipped.into(), &layout).is_err(), "bit {bit}");
     }
     for end in 0..bytes.len() {
-        assert!(
-            decode_entry(bytes[..end].to_vec().into(), &layout).is_err(),
-            "{end} bytes"
-        );
+        assert!(decode_entry(bytes[..end].to_vec().into(), &layout).is_err(), "{end} bytes");
     }
     let mut longer = bytes.clone();
     longer.push(0);
-    assert_eq!(
-        decode_entry(longer.into(), &layout).err(),
-        Some(CodecError::Trailing { extra: 1 })
-    );
+    assert_eq!(decode_entry(longer.into(), &layout).err(), Some(CodecError::Trailing { extra: 1 }));
     let other: EntryLayout = vec![LayerKind::Recurrent, LayerKind::Attention, LayerKind::Attention].into();
-    assert!(matches!(
-        decode_entry(bytes.clone().into(), &other),
-        Err(CodecError::Entry(_))
-    ));
-    assert!(matches!(
-        decode_entry(bytes.into(), &layout[..2].into()),
-        Err(CodecError::Entry(_))
-    ));
+    assert!(matches!(decode_entry(bytes.clone().into(), &other), Err(CodecError::Entry(_))));
+    assert!(matches!(decode_entry(bytes.into(), &layout[..2].into()), Err(CodecError::Entry(_))));
 }
 
 #[test]

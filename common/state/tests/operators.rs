@@ -8,11 +8,7 @@ type Operator = Transition<HostTensor>;
 
 fn dense(heads: usize, kept: &[u32], d_k: usize, blocks: &[f64]) -> Operator {
     let blocks = HostTensor::from_f64([kept.len(), d_k, d_k], blocks);
-    Transition::Dense(Dense {
-        heads,
-        kept: kept.to_vec(),
-        blocks,
-    })
+    Transition::Dense(Dense { heads, kept: kept.to_vec(), blocks })
 }
 
 fn random(rng: &mut StdRng, count: usize) -> Vec<f64> {
@@ -53,10 +49,7 @@ fn applies_each_kind_from_the_left() {
             [1., 2., 3., 40., 50., 60., 0., 0., 0., 5., 5.5, 6.],
         ),
         // Head 0 has decayed; [[1, 2], [3, 4]] acts on head 1.
-        (
-            dense(2, &[1], 2, &[1., 2., 3., 4.]),
-            [0., 0., 0., 0., 0., 0., 27., 30., 33., 61., 68., 75.],
-        ),
+        (dense(2, &[1], 2, &[1., 2., 3., 4.]), [0., 0., 0., 0., 0., 0., 27., 30., 33., 61., 68., 75.]),
     ];
     for (operator, expected) in cases {
         assert_eq!(operator.apply(&state).unwrap().to_f64(), expected, "{operator:?}");
@@ -72,14 +65,8 @@ fn the_later_operator_stands_on_the_left() {
 
     let diagonal = Transition::Diagonal(HostTensor::from_f64([1, 2], &[10., 100.]));
     // Later: rows are scaled. Earlier: columns.
-    assert_eq!(
-        first.then(&diagonal).unwrap(),
-        dense(1, &[0], 2, &[10., 20., 300., 400.])
-    );
-    assert_eq!(
-        diagonal.then(&first).unwrap(),
-        dense(1, &[0], 2, &[10., 200., 30., 400.])
-    );
+    assert_eq!(first.then(&diagonal).unwrap(), dense(1, &[0], 2, &[10., 20., 300., 400.]));
+    assert_eq!(diagonal.then(&first).unwrap(), dense(1, &[0], 2, &[10., 200., 30., 400.]));
 }
 
 #[test]
@@ -97,14 +84,8 @@ fn following_is_applying_twice_and_associative_for_all_mixes_of_kinds() {
         assert_close(&left.apply(&state).unwrap(), &right.apply(&state).unwrap());
 
         let identity = Operator::identity(heads);
-        assert_eq!(
-            identity.then(&a).unwrap().apply(&state).unwrap(),
-            a.apply(&state).unwrap()
-        );
-        assert_eq!(
-            a.then(&identity).unwrap().apply(&state).unwrap(),
-            a.apply(&state).unwrap()
-        );
+        assert_eq!(identity.then(&a).unwrap().apply(&state).unwrap(), a.apply(&state).unwrap());
+        assert_eq!(a.then(&identity).unwrap().apply(&state).unwrap(), a.apply(&state).unwrap());
         assert_eq!(identity.apply(&state).unwrap(), state);
     }
 }
@@ -112,19 +93,12 @@ fn following_is_applying_twice_and_associative_for_all_mixes_of_kinds() {
 #[test]
 fn a_dense_product_leaves_out_decayed_heads() {
     let d_k = 4;
-    let identity: Vec<f64> = (0..d_k * d_k)
-        .map(|i| if i % (d_k + 1) == 0 { 1.0 } else { 0.0 })
-        .collect();
+    let identity: Vec<f64> = (0..d_k * d_k).map(|i| if i % (d_k + 1) == 0 { 1.0 } else { 0.0 }).collect();
     let blocks: Vec<f64> = identity.iter().chain(&identity).chain(&identity).copied().collect();
     let operator = dense(4, &[0, 2, 3], d_k, &blocks);
-    let decay = Transition::Scalar(HostTensor::from_f64(
-        [4],
-        &[2.0 * DECAYED, 1.0, 0.5 * DECAYED, f64::NAN],
-    ));
+    let decay = Transition::Scalar(HostTensor::from_f64([4], &[2.0 * DECAYED, 1.0, 0.5 * DECAYED, f64::NAN]));
     for product in [operator.then(&decay).unwrap(), decay.then(&operator).unwrap()] {
-        let Transition::Dense(product) = product else {
-            panic!("a dense product")
-        };
+        let Transition::Dense(product) = product else { panic!("a dense product") };
         // Head 1 was zero, head 2 has decayed, NaN is not hidden.
         assert_eq!((product.heads, product.kept), (4, vec![0, 3]));
         assert_eq!(product.blocks.shape(), [2, d_k, d_k]);
@@ -156,14 +130,8 @@ fn mismatches_are_refused_by_name() {
     let state = HostTensor::from_f64([2, 3, 1], &[0.0; 6]);
     let two_heads = Err(TransitionError::Heads { expected: 3, got: 2 });
     assert_eq!(scalar(3).apply(&state), two_heads);
-    assert_eq!(
-        scalar(2).then(&scalar(3)).map(|_| ()),
-        Err(TransitionError::Heads { expected: 3, got: 2 })
-    );
-    assert_eq!(
-        diagonal(4).apply(&state),
-        Err(TransitionError::KeyWidth { expected: 4, got: 3 })
-    );
+    assert_eq!(scalar(2).then(&scalar(3)).map(|_| ()), Err(TransitionError::Heads { expected: 3, got: 2 }));
+    assert_eq!(diagonal(4).apply(&state), Err(TransitionError::KeyWidth { expected: 4, got: 3 }));
     assert!(diagonal(4).then(&dense(2, &[], 3, &[])).is_err());
     assert!(scalar(2).apply(&HostTensor::from_f64([2, 3], &[0.0; 6])).is_err());
 
@@ -171,11 +139,7 @@ fn mismatches_are_refused_by_name() {
     assert!(Transition::Diagonal(state.clone()).dims().is_err());
     let blocks = HostTensor::from_f64([2, 1, 1], &[1.0; 2]);
     for kept in [vec![0, 0], vec![1, 0], vec![0, 2], vec![0], vec![0, 1, 2]] {
-        let operator = Transition::Dense(Dense {
-            heads: 2,
-            kept: kept.clone(),
-            blocks: blocks.clone(),
-        });
+        let operator = Transition::Dense(Dense { heads: 2, kept: kept.clone(), blocks: blocks.clone() });
         assert!(operator.dims().is_err(), "kept heads {kept:?}");
     }
 }

@@ -31,10 +31,7 @@ impl AddedMatcher {
             }
             matcher.by_content.insert(content, (id, token));
         }
-        matcher
-            .lengths
-            .values_mut()
-            .for_each(|lengths| lengths.sort_unstable_by(|a, b| b.cmp(a)));
+        matcher.lengths.values_mut().for_each(|lengths| lengths.sort_unstable_by(|a, b| b.cmp(a)));
         matcher
     }
 
@@ -61,16 +58,8 @@ impl AddedMatcher {
                 at = end;
                 continue;
             }
-            let start = if token.lstrip {
-                text[..at].trim_end().len().max(free_from)
-            } else {
-                at
-            };
-            let stop = if token.rstrip {
-                text.len() - text[end..].trim_start().len()
-            } else {
-                end
-            };
+            let start = if token.lstrip { text[..at].trim_end().len().max(free_from) } else { at };
+            let stop = if token.rstrip { text.len() - text[end..].trim_start().len() } else { end };
             found.push((start..stop, id));
             at = stop;
         }
@@ -151,20 +140,11 @@ mod tests {
         let matcher = matcher(&[plain("<a>"), plain("<a><b>"), plain("<b>")]);
         assert_eq!(matcher.matches("x<a><b><a>", |_| true), vec![(1..7, 1), (7..10, 0)]);
         let inside = [2 * 3];
-        assert_eq!(
-            matcher.matches("x<a><b>", |r| !holds_barrier(&r, &inside)),
-            vec![(4..7, 2)]
-        );
+        assert_eq!(matcher.matches("x<a><b>", |r| !holds_barrier(&r, &inside)), vec![(4..7, 2)]);
         let between = [2 * 4];
-        assert_eq!(
-            matcher.matches("x<a><b>", |r| !holds_barrier(&r, &between)),
-            vec![(1..4, 0), (4..7, 2)]
-        );
+        assert_eq!(matcher.matches("x<a><b>", |r| !holds_barrier(&r, &between)), vec![(1..4, 0), (4..7, 2)]);
         let last_character = [2 * 6 + 1];
-        assert_eq!(
-            matcher.matches("x<a><b>", |r| !holds_barrier(&r, &last_character)),
-            vec![(1..4, 0)]
-        );
+        assert_eq!(matcher.matches("x<a><b>", |r| !holds_barrier(&r, &last_character)), vec![(1..4, 0)]);
         assert_eq!(matcher.matches("é<b", |_| true), vec![]);
     }
 

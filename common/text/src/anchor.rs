@@ -20,19 +20,12 @@ pub(crate) fn turn_anchor(view: &TemplateView<'_>, tokenizer: &Tokenizer) -> Res
     let before_last = |turns: &[Turn]| {
         let rendering = view.render_turns(turns)?;
         let Some((before, _)) = rendering.split_once(CONTENT) else {
-            return Err(TextError::template(
-                "the chat template loses the text of a user message",
-            ));
+            return Err(TextError::template("the chat template loses the text of a user message"));
         };
         tokenizer.encode(&Piece::trusted(before))
     };
     let alone = before_last(&[turn("user", CONTENT)])?;
     let later = before_last(&[turn("user", "x"), turn("assistant", "y"), turn("user", CONTENT)])?;
-    let shared = alone
-        .iter()
-        .rev()
-        .zip(later.iter().rev())
-        .take_while(|(a, b)| a == b)
-        .count();
+    let shared = alone.iter().rev().zip(later.iter().rev()).take_while(|(a, b)| a == b).count();
     Ok(alone[alone.len() - shared..].to_vec())
 }

@@ -33,31 +33,20 @@ pub(crate) struct TemplateView<'a> {
 impl TemplateView<'_> {
     pub(crate) fn render(&self, messages: &Json, variables: &Map<String, Json>) -> Result<String, TextError> {
         let add_generation_prompt = self.add_generation_prompt;
-        self.template.render(RenderInput {
-            messages,
-            add_generation_prompt,
-            variables,
-            now: self.now,
-        })
+        self.template.render(RenderInput { messages, add_generation_prompt, variables, now: self.now })
     }
 
     /// The rendering of turns with plain contents.
     pub(crate) fn render_turns(&self, turns: &[Turn]) -> Result<String, TextError> {
-        let messages = turns
-            .iter()
-            .map(|turn| turn.to_json(|_, text| text.to_owned(), |_, leaf| leaf.text.clone()));
+        let messages = turns.iter().map(|turn| turn.to_json(|_, text| text.to_owned(), |_, leaf| leaf.text.clone()));
         self.render(&Json::Array(messages.collect()), self.variables)
     }
 
     /// Whether the template loses a user's string and shows a user's list of parts.
     pub(crate) fn loses_strings(&self) -> bool {
         let shows = |shape: Shape| {
-            let turn = Turn {
-                shape,
-                ..Turn::of_text("user", PROBE, false)
-            };
-            self.render_turns(&[turn])
-                .is_ok_and(|rendering| rendering.contains(PROBE))
+            let turn = Turn { shape, ..Turn::of_text("user", PROBE, false) };
+            self.render_turns(&[turn]).is_ok_and(|rendering| rendering.contains(PROBE))
         };
         !shows(Shape::Text) && shows(Shape::Parts)
     }
@@ -88,11 +77,8 @@ impl TemplateView<'_> {
     /// The request's messages as turns.
     pub(crate) fn turns(&self, prompt: &ChatPrompt) -> Vec<Turn> {
         let separator = prompt.separator.as_deref();
-        let mut turns: Vec<Turn> = prompt
-            .messages
-            .iter()
-            .map(|message| Turn::new(message, separator, self.strings_as_parts))
-            .collect();
+        let mut turns: Vec<Turn> =
+            prompt.messages.iter().map(|message| Turn::new(message, separator, self.strings_as_parts)).collect();
         let mut known: HashMap<String, bool> = HashMap::new();
         for index in 0..turns.len() {
             let sent_as_list = matches!(prompt.messages[index].content, Some(Content::Parts(_)));
@@ -149,11 +135,7 @@ impl Leaf {
     /// The range of the text without the white space around it; `0..0` when there is nothing else.
     pub(crate) fn trimmed(&self) -> std::ops::Range<usize> {
         let end = self.text.trim_end().len();
-        let start = if end == 0 {
-            0
-        } else {
-            self.text.len() - self.text.trim_start().len()
-        };
+        let start = if end == 0 { 0 } else { self.text.len() - self.text.trim_start().len() };
         start..end
     }
 }
@@ -176,21 +158,10 @@ impl Turn {
             Some(Content::Parts(parts)) => (Shape::Parts, parts.iter().map(leaf).collect()),
             Some(Content::Text(text)) => {
                 let shape = if strings_as_parts { Shape::Parts } else { Shape::Text };
-                (
-                    shape,
-                    vec![leaf(&Part {
-                        text: text.clone(),
-                        segment: false,
-                    })],
-                )
+                (shape, vec![leaf(&Part { text: text.clone(), segment: false })])
             }
         };
-        Self {
-            role: message.role.clone(),
-            shape,
-            leaves,
-            extra: message.extra.clone(),
-        }
+        Self { role: message.role.clone(), shape, leaves, extra: message.extra.clone() }
     }
 
     pub(crate) fn of_text(role: &str, text: &str, as_parts: bool) -> Self {
@@ -202,10 +173,7 @@ impl Turn {
         if self.shape == Shape::Null {
             return self.clone();
         }
-        Self {
-            extra: self.extra.clone(),
-            ..Self::of_text(&self.role, text, as_parts)
-        }
+        Self { extra: self.extra.clone(), ..Self::of_text(&self.role, text, as_parts) }
     }
 
     /// Makes one string of a list of parts.
@@ -284,12 +252,9 @@ pub(crate) fn map_strings(value: &Json, map: &impl Fn(&str) -> String) -> Json {
     match value {
         Json::String(text) => Json::String(map(text)),
         Json::Array(items) => items.iter().map(|item| map_strings(item, map)).collect(),
-        Json::Object(fields) => Json::Object(
-            fields
-                .iter()
-                .map(|(key, value)| (map(key), map_strings(value, map)))
-                .collect(),
-        ),
+        Json::Object(fields) => {
+            Json::Object(fields.iter().map(|(key, value)| (map(key), map_strings(value, map))).collect())
+        }
         other => other.clone(),
     }
 }

@@ -29,13 +29,7 @@ pub struct Detokenizer {
 impl Detokenizer {
     /// A decoder at the start of a text, in which special tokens produce nothing unless `keep_special`.
     pub fn new(tokenizer: Arc<Tokenizer>, keep_special: bool) -> Self {
-        Self {
-            tokenizer,
-            keep_special,
-            bytes: Vec::new(),
-            window: Vec::new(),
-            context: 0,
-        }
+        Self { tokenizer, keep_special, bytes: Vec::new(), window: Vec::new(), context: 0 }
     }
 
     /// Takes the next id and returns the text that is complete now, often all of the token's, sometimes none.

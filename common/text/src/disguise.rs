@@ -164,11 +164,7 @@ impl Weaver<'_> {
         }
         let added = &tokenizer.contents;
         let risky = added.is_part_of_one(role) || added.may_span_edge(role, true) || added.may_span_edge(role, false);
-        if risky {
-            vec![(0, Sign::Before), (role.len(), Sign::After)]
-        } else {
-            Vec::new()
-        }
+        if risky { vec![(0, Sign::Before), (role.len(), Sign::After)] } else { Vec::new() }
     }
 }
 
@@ -197,28 +193,18 @@ fn move_off_edges(turn: &Turn, index: usize, places: &mut Vec<(usize, Sign)>) {
 }
 
 fn clamp(places: &mut [(usize, Sign)], range: std::ops::Range<usize>) {
-    places
-        .iter_mut()
-        .for_each(|(place, _)| *place = (*place).clamp(range.start, range.end));
+    places.iter_mut().for_each(|(place, _)| *place = (*place).clamp(range.start, range.end));
 }
 
 impl Plan<'_> {
     fn placement(&self, token: &str, is_assistant: bool) -> Placement {
         if let Some(only) = self.only {
-            return if token == only {
-                Placement::Inside
-            } else {
-                Placement::Left
-            };
+            return if token == only { Placement::Inside } else { Placement::Left };
         }
         if !self.acted_upon.contains(token) {
             return Placement::Inside;
         }
-        if is_assistant {
-            self.in_assistant
-        } else {
-            self.elsewhere
-        }
+        if is_assistant { self.in_assistant } else { self.elsewhere }
     }
 }
 
@@ -226,8 +212,5 @@ impl Plan<'_> {
 pub(crate) fn locator_place(leaf: &Leaf) -> usize {
     let trimmed = leaf.trimmed();
     let middle = trimmed.start + trimmed.len() / 2;
-    (0..=middle)
-        .rev()
-        .find(|place| leaf.text.is_char_boundary(*place))
-        .unwrap_or(0)
+    (0..=middle).rev().find(|place| leaf.text.is_char_boundary(*place)).unwrap_or(0)
 }

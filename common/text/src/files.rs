@@ -55,10 +55,7 @@ impl TextFiles {
             return Ok(Map::new());
         };
         serde_json::from_slice(bytes).map_err(|error| {
-            TextError::file(format!(
-                "{}/tokenizer_config.json is not a JSON object: {error}",
-                self.origin
-            ))
+            TextError::file(format!("{}/tokenizer_config.json is not a JSON object: {error}", self.origin))
         })
     }
 

@@ -37,9 +37,8 @@ impl TextPipeline {
     pub fn new(files: &TextFiles) -> Result<Self, TextError> {
         let tokenizer = Arc::new(Tokenizer::new(files)?);
         let source = files.template_source(&files.config()?)?;
-        let template = source
-            .map(|source| ChatTemplate::new(&source, tokenizer.special_tokens(), &files.origin))
-            .transpose()?;
+        let template =
+            source.map(|source| ChatTemplate::new(&source, tokenizer.special_tokens(), &files.origin)).transpose()?;
         let mut pipeline = Self {
             turn_anchor: tokenizer.bos().into_iter().collect(),
             tokenizer,
@@ -169,9 +168,8 @@ impl TextPipeline {
                 segments.push(ids);
             }
         }
-        let (query, mut message_ends) = self
-            .tokenizer
-            .encode_with_offsets(&segmented.query, &segmented.message_ends)?;
+        let (query, mut message_ends) =
+            self.tokenizer.encode_with_offsets(&segmented.query, &segmented.message_ends)?;
         if query.is_empty() {
             return Err(TextError::request(
                 "the query has no tokens: text must follow the last segment, for it is what the model answers to",
@@ -179,11 +177,7 @@ impl TextPipeline {
         }
         message_ends.dedup();
         message_ends.retain(|end| (1..query.len()).contains(end));
-        Ok(Tokenized {
-            segments,
-            query,
-            message_ends,
-        })
+        Ok(Tokenized { segments, query, message_ends })
     }
 
     /// A chat prompt as token ids.

@@ -35,20 +35,12 @@ pub struct Message {
 impl Message {
     /// A message whose content is a plain string.
     pub fn text(role: impl Into<String>, text: impl Into<String>) -> Self {
-        Self {
-            role: role.into(),
-            content: Some(Content::Text(text.into())),
-            extra: Map::new(),
-        }
+        Self { role: role.into(), content: Some(Content::Text(text.into())), extra: Map::new() }
     }
 
     /// A message whose content is a list of parts.
     pub fn parts(role: impl Into<String>, parts: Vec<Part>) -> Self {
-        Self {
-            role: role.into(),
-            content: Some(Content::Parts(parts)),
-            extra: Map::new(),
-        }
+        Self { role: role.into(), content: Some(Content::Parts(parts)), extra: Map::new() }
     }
 }
 
@@ -126,20 +118,12 @@ impl Default for AddedTokens {
 impl Piece {
     /// Client text: no added token, whatever it says.
     pub(crate) fn ordinary(text: impl Into<String>) -> Self {
-        Self {
-            text: text.into(),
-            added: AddedTokens::Ordinary,
-            leading_token: None,
-        }
+        Self { text: text.into(), added: AddedTokens::Ordinary, leading_token: None }
     }
 
     /// Text in which every added token counts.
     pub(crate) fn trusted(text: impl Into<String>) -> Self {
-        Self {
-            text: text.into(),
-            added: AddedTokens::Outside(Vec::new()),
-            leading_token: None,
-        }
+        Self { text: text.into(), added: AddedTokens::Outside(Vec::new()), leading_token: None }
     }
 }
 

@@ -63,10 +63,7 @@ impl Writer {
                 })?;
             }
             other => {
-                return Err(Error::new(
-                    ErrorKind::InvalidOperation,
-                    format!("{other} is not JSON serializable"),
-                ));
+                return Err(Error::new(ErrorKind::InvalidOperation, format!("{other} is not JSON serializable")));
             }
         }
         Ok(())
@@ -117,10 +114,7 @@ impl Writer {
                 control if control < ' ' => self.escape(control as u16),
                 other if self.ensure_ascii && !other.is_ascii() => {
                     let mut units = [0; 2];
-                    other
-                        .encode_utf16(&mut units)
-                        .iter()
-                        .for_each(|unit| self.escape(*unit));
+                    other.encode_utf16(&mut units).iter().for_each(|unit| self.escape(*unit));
                 }
                 other => self.out.push(other),
             }

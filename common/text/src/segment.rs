@@ -31,27 +31,16 @@ pub(crate) fn segment_chat(
     check_separator(prompt.separator.as_deref())?;
     let turns = view.turns(prompt);
     let mut strings: Vec<&str> = turns.iter().flat_map(Turn::strings).collect();
-    view.variables
-        .values()
-        .for_each(|value| collect_strings(value, &mut strings));
+    view.variables.values().for_each(|value| collect_strings(value, &mut strings));
     strings.push(view.template.source());
     let sentinels = Sentinels::absent_from(strings.into_iter())?;
-    let marks = turns
-        .iter()
-        .flat_map(|turn| &turn.leaves)
-        .map(|leaf| leaf.marks.len())
-        .sum();
+    let marks = turns.iter().flat_map(|turn| &turn.leaves).map(|leaf| leaf.marks.len()).sum();
     let weaver = Weaver {
         sentinels: &sentinels,
         tokenizer: (!prompt.special_tokens).then_some(tokenizer),
         template_source: view.template.source(),
     };
-    let segmenter = Segmenter {
-        view,
-        weaver,
-        turns: &turns,
-        marks,
-    };
+    let segmenter = Segmenter { view, weaver, turns: &turns, marks };
     let found = segmenter.find()?;
 
     let lost = found.marks.len() < marks;
@@ -84,26 +73,14 @@ pub(crate) fn segment_raw(prompt: &RawPrompt, leading_bos: Option<u32>) -> Resul
     if leading_bos.is_some() && pieces.is_empty() {
         query.leading_token = leading_bos;
     } else if leading_bos.is_some() {
-        pieces.insert(
-            0,
-            Piece {
-                leading_token: leading_bos,
-                ..Piece::default()
-            },
-        );
+        pieces.insert(0, Piece { leading_token: leading_bos, ..Piece::default() });
     }
-    Ok(Segmented {
-        segments: pieces,
-        query,
-        message_ends: Vec::new(),
-    })
+    Ok(Segmented { segments: pieces, query, message_ends: Vec::new() })
 }
 
 fn check_separator(separator: Option<&str>) -> Result<(), TextError> {
     match separator {
-        Some("") => Err(TextError::request(
-            "`separator` is empty: give its text, or leave it out",
-        )),
+        Some("") => Err(TextError::request("`separator` is empty: give its text, or leave it out")),
         _ => Ok(()),
     }
 }
@@ -141,12 +118,8 @@ impl Segmenter<'_> {
             only: None,
         };
         let acted_upon = self.acted_upon(&hide_all, &plain);
-        let looks_at = |elsewhere| Plan {
-            acted_upon: &acted_upon,
-            in_assistant: Placement::Left,
-            elsewhere,
-            ..hide_all.clone()
-        };
+        let looks_at =
+            |elsewhere| Plan { acted_upon: &acted_upon, in_assistant: Placement::Left, elsewhere, ..hide_all.clone() };
         let mut plans = vec![hide_all.clone()];
         if !acted_upon.is_empty() {
             plans.splice(..0, [looks_at(Placement::Edge), looks_at(Placement::Inside)]);
@@ -164,16 +137,7 @@ impl Segmenter<'_> {
     }
 
     fn try_markings(&self, plan: &Plan<'_>, expected: &str) -> Option<Found> {
-        let attempt = |marking, ends| {
-            self.attempt(
-                &Plan {
-                    marking,
-                    ends,
-                    ..plan.clone()
-                },
-                expected,
-            )
-        };
+        let attempt = |marking, ends| self.attempt(&Plan { marking, ends, ..plan.clone() }, expected);
         if self.marks == 0 {
             let with_ends = TEXTUAL.into_iter().find_map(|marking| attempt(marking, true));
             return with_ends.or_else(|| attempt(Marking::None, false));
@@ -193,17 +157,8 @@ impl Segmenter<'_> {
             Marking::Located => self.located_marks(&reading)?,
             _ => reading.places_of(Sign::Mark),
         };
-        let message_ends = if plan.ends {
-            self.message_ends(&reading)
-        } else {
-            Vec::new()
-        };
-        Some(Found {
-            marks,
-            message_ends,
-            barriers: reading.barriers(),
-            text: reading.text,
-        })
+        let message_ends = if plan.ends { self.message_ends(&reading) } else { Vec::new() };
+        Some(Found { marks, message_ends, barriers: reading.barriers(), text: reading.text })
     }
 
     fn render(&self, plan: &Plan<'_>) -> Result<String, TextError> {
@@ -215,10 +170,7 @@ impl Segmenter<'_> {
         });
         let messages = Json::Array(messages.collect());
         let disguise = |(name, value): (&String, &Json)| {
-            (
-                name.clone(),
-                map_strings(value, &|text| self.weaver.variable(plan, text)),
-            )
+            (name.clone(), map_strings(value, &|text| self.weaver.variable(plan, text)))
         };
         let variables: Map<String, Json> = self.view.variables.iter().map(disguise).collect();
         self.view.render(&messages, &variables)
@@ -236,13 +188,8 @@ impl Segmenter<'_> {
             .filter(|token| self.weaver.template_source.contains(token))
             .collect();
         let changes = |token: &&str| {
-            let plan = Plan {
-                only: Some(token),
-                ..hide_all.clone()
-            };
-            let same = self
-                .render(&plan)
-                .is_ok_and(|text| self.weaver.sentinels.read(&text).text == plain);
+            let plan = Plan { only: Some(token), ..hide_all.clone() };
+            let same = self.render(&plan).is_ok_and(|text| self.weaver.sentinels.read(&text).text == plain);
             !same
         };
         tokens.into_iter().filter(changes).map(str::to_owned).collect()
@@ -250,11 +197,7 @@ impl Segmenter<'_> {
 
     /// Marks by the locators of their contents; `None` when a content is not there as it was sent, or trimmed.
     fn located_marks(&self, reading: &Reading) -> Option<Vec<usize>> {
-        let leaves = self
-            .turns
-            .iter()
-            .flat_map(|turn| &turn.leaves)
-            .filter(|leaf| !leaf.marks.is_empty());
+        let leaves = self.turns.iter().flat_map(|turn| &turn.leaves).filter(|leaf| !leaf.marks.is_empty());
         let leaves: Vec<_> = leaves.collect();
         let places = reading.places_of(Sign::Locator);
         if leaves.len() != places.len() {
@@ -271,21 +214,9 @@ impl Segmenter<'_> {
             }
             let leading = &leaf.text[..trimmed.start];
             let trailing = &leaf.text[trimmed.end..];
-            let first = if reading.text[..start].ends_with(leading) {
-                0
-            } else {
-                trimmed.start
-            };
-            let last = if rest[trimmed.len()..].starts_with(trailing) {
-                leaf.text.len()
-            } else {
-                trimmed.end
-            };
-            marks.extend(
-                leaf.marks
-                    .iter()
-                    .map(|mark| start + (*mark).clamp(first, last) - trimmed.start),
-            );
+            let first = if reading.text[..start].ends_with(leading) { 0 } else { trimmed.start };
+            let last = if rest[trimmed.len()..].starts_with(trailing) { leaf.text.len() } else { trimmed.end };
+            marks.extend(leaf.marks.iter().map(|mark| start + (*mark).clamp(first, last) - trimmed.start));
         }
         marks.sort_unstable();
         Some(marks)
@@ -294,10 +225,7 @@ impl Segmenter<'_> {
     /// Where messages end: behind what the template writes after the last content of such a role.
     fn message_ends(&self, reading: &Reading) -> Vec<usize> {
         let end = self.weaver.sentinels.of(Sign::End).to_string();
-        let view = TemplateView {
-            add_generation_prompt: false,
-            ..*self.view
-        };
+        let view = TemplateView { add_generation_prompt: false, ..*self.view };
         let as_parts = view.strings_as_parts;
         let mut tails: Vec<(&str, String)> = Vec::new();
         for (index, turn) in self.turns.iter().enumerate() {
@@ -313,10 +241,7 @@ impl Segmenter<'_> {
         }
         let after = |place: usize| {
             let rest = &reading.text[place..];
-            let fitting = tails
-                .iter()
-                .map(|(_, tail)| tail)
-                .filter(|tail| rest.starts_with(tail.as_str()));
+            let fitting = tails.iter().map(|(_, tail)| tail).filter(|tail| rest.starts_with(tail.as_str()));
             place + fitting.map(String::len).max().unwrap_or(0)
         };
         reading.places_of(Sign::End).into_iter().map(after).collect()
@@ -333,19 +258,13 @@ impl Found {
         }
         let query = pieces.pop().unwrap_or_default();
         let message_ends = if is_marked { Vec::new() } else { self.message_ends };
-        Segmented {
-            segments: pieces,
-            query,
-            message_ends,
-        }
+        Segmented { segments: pieces, query, message_ends }
     }
 
     fn piece(&self, range: std::ops::Range<usize>) -> Piece {
         let first = self.barriers.partition_point(|barrier| *barrier <= 2 * range.start);
         let last = self.barriers.partition_point(|barrier| *barrier < 2 * range.end);
-        let barriers = self.barriers[first..last.max(first)]
-            .iter()
-            .map(|barrier| barrier - 2 * range.start);
+        let barriers = self.barriers[first..last.max(first)].iter().map(|barrier| barrier - 2 * range.start);
         Piece {
             added: AddedTokens::Outside(barriers.collect()),
             text: self.text[range].to_owned(),

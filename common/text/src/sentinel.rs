@@ -25,14 +25,7 @@ pub(crate) enum Sign {
     Before,
 }
 
-const SIGNS: [Sign; 6] = [
-    Sign::Mark,
-    Sign::End,
-    Sign::Locator,
-    Sign::Inside,
-    Sign::After,
-    Sign::Before,
-];
+const SIGNS: [Sign; 6] = [Sign::Mark, Sign::End, Sign::Locator, Sign::Inside, Sign::After, Sign::Before];
 
 /// Private-use characters: planes 15 and 16 have no meaning of their own, and are neither letters nor white space.
 const PRIVATE_USE: [std::ops::RangeInclusive<char>; 2] = ['\u{F0000}'..='\u{FFFFD}', '\u{100000}'..='\u{10FFFD}'];
@@ -50,10 +43,7 @@ impl Sentinels {
         // Their UTF-8 begins with F3 or F4, which ordinary text hardly holds.
         let may_hold = |text: &&str| text.bytes().any(|byte| byte >= 0xF3);
         let used: HashSet<char> = texts.filter(may_hold).flat_map(str::chars).filter(is_private).collect();
-        let mut free = PRIVATE_USE
-            .into_iter()
-            .flatten()
-            .filter(|character| !used.contains(character));
+        let mut free = PRIVATE_USE.into_iter().flatten().filter(|character| !used.contains(character));
         let mut characters = ['\0'; SIGNS.len()];
         for slot in &mut characters {
             *slot = free.next().ok_or_else(|| {
@@ -68,10 +58,7 @@ impl Sentinels {
     }
 
     fn sign_of(&self, character: char) -> Option<Sign> {
-        self.characters
-            .iter()
-            .position(|known| *known == character)
-            .map(|index| SIGNS[index])
+        self.characters.iter().position(|known| *known == character).map(|index| SIGNS[index])
     }
 
     /// Puts sentinels into a text. `places`: byte offsets; at one offset the order given is kept.
@@ -90,10 +77,7 @@ impl Sentinels {
 
     /// Takes the sentinels out of a rendering.
     pub(crate) fn read(&self, rendering: &str) -> Reading {
-        let mut reading = Reading {
-            text: String::with_capacity(rendering.len()),
-            ..Reading::default()
-        };
+        let mut reading = Reading { text: String::with_capacity(rendering.len()), ..Reading::default() };
         for character in rendering.chars() {
             match self.sign_of(character) {
                 None => reading.text.push(character),
@@ -113,21 +97,14 @@ pub(crate) struct Reading {
 
 impl Reading {
     pub(crate) fn places_of(&self, sign: Sign) -> Vec<usize> {
-        self.places
-            .iter()
-            .filter(|(_, known)| *known == sign)
-            .map(|(place, _)| *place)
-            .collect()
+        self.places.iter().filter(|(_, known)| *known == sign).map(|(place, _)| *place).collect()
     }
 
     /// Places that no added token may span, ascending, in half characters: see [`crate::prompt::AddedTokens`].
     pub(crate) fn barriers(&self) -> Vec<usize> {
         let barrier = |(place, sign): &(usize, Sign)| match sign {
             Sign::Inside => Some(2 * place),
-            Sign::After => self.text[..*place]
-                .char_indices()
-                .next_back()
-                .map(|(start, _)| 2 * start + 1),
+            Sign::After => self.text[..*place].char_indices().next_back().map(|(start, _)| 2 * start + 1),
             Sign::Before => Some(2 * place + 1),
             Sign::Mark | Sign::End | Sign::Locator => None,
         };

@@ -36,11 +36,7 @@ impl StopMatcher {
         let mut stops = stops;
         // Of two stops with the same start the shorter is complete first; the text before it is the same.
         stops.sort_by_key(String::len);
-        Ok(Self {
-            stops,
-            held: String::new(),
-            stopped: false,
-        })
+        Ok(Self { stops, held: String::new(), stopped: false })
     }
 
     /// Takes the next text. After a stop, all further text is dropped.
@@ -69,23 +65,14 @@ impl StopMatcher {
                 let stop = Some(stop.clone());
                 self.stopped = true;
                 self.held.truncate(start);
-                return StopMatch {
-                    text: std::mem::take(&mut self.held),
-                    stop,
-                };
+                return StopMatch { text: std::mem::take(&mut self.held), stop };
             }
             if more_may_come && self.stops.iter().any(|stop| stop.starts_with(rest)) {
                 let held = self.held.split_off(start);
-                return StopMatch {
-                    text: std::mem::replace(&mut self.held, held),
-                    stop: None,
-                };
+                return StopMatch { text: std::mem::replace(&mut self.held, held), stop: None };
             }
         }
-        StopMatch {
-            text: std::mem::take(&mut self.held),
-            stop: None,
-        }
+        StopMatch { text: std::mem::take(&mut self.held), stop: None }
     }
 }
 
@@ -125,14 +112,8 @@ mod tests {
 
     #[test]
     fn the_earliest_start_wins_and_an_abandoned_start_gives_way() {
-        assert_eq!(
-            run(&["bc", "abcd"], &["x", "abc", "d"]),
-            ("x".into(), Some("abcd".into()))
-        );
-        assert_eq!(
-            run(&["bc", "abcd"], &["x", "abc", "z"]),
-            ("xa".into(), Some("bc".into()))
-        );
+        assert_eq!(run(&["bc", "abcd"], &["x", "abc", "d"]), ("x".into(), Some("abcd".into())));
+        assert_eq!(run(&["bc", "abcd"], &["x", "abc", "z"]), ("xa".into(), Some("bc".into())));
         assert_eq!(run(&["bc", "abcd"], &["xabc"]), ("xa".into(), Some("bc".into())));
     }
 
@@ -149,9 +130,7 @@ mod tests {
     fn random_texts_stop_where_a_search_of_the_whole_text_says() {
         let mut random = 7u64;
         let mut next = move |below: usize| {
-            random = random
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (random >> 33) as usize % below
         };
         let alphabet = ["a", "b", "é", "→", "😀"];

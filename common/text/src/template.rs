@@ -48,13 +48,8 @@ impl ChatTemplate {
     /// When the source does not parse; `origin` names the model in the message.
     pub fn new(source: &str, special_tokens: &[(String, String)], origin: &str) -> Result<Self, TextError> {
         let mut environment = Environment::new();
-        environment.set_syntax(
-            SyntaxConfig::builder()
-                .trim_blocks(true)
-                .lstrip_blocks(true)
-                .build()
-                .map_err(internal)?,
-        );
+        environment
+            .set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(internal)?);
         environment.set_undefined_behavior(UndefinedBehavior::Lenient);
         environment.set_recursion_limit(RECURSION_LIMIT);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
@@ -68,18 +63,10 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, format!("{REFUSAL}{message}")))
         });
-        environment
-            .add_template_owned(TEMPLATE, without_generation_blocks(source))
-            .map_err(|error| {
-                TextError::file(format!(
-                    "the chat template of {origin} does not parse: {error:#}; fix the template's text"
-                ))
-            })?;
-        Ok(Self {
-            environment,
-            source: source.to_owned(),
-            special_tokens: special_tokens.to_vec(),
-        })
+        environment.add_template_owned(TEMPLATE, without_generation_blocks(source)).map_err(|error| {
+            TextError::file(format!("the chat template of {origin} does not parse: {error:#}; fix the template's text"))
+        })?;
+        Ok(Self { environment, source: source.to_owned(), special_tokens: special_tokens.to_vec() })
     }
 
     /// The template's source.
@@ -92,33 +79,19 @@ impl ChatTemplate {
     /// # Errors
     /// When the template raises an exception or cannot handle the messages.
     pub fn render(&self, input: RenderInput<'_>) -> Result<String, TextError> {
-        let mut variables: Vec<(String, Value)> = self
-            .special_tokens
-            .iter()
-            .map(|(name, text)| (name.clone(), Value::from(text.clone())))
-            .collect();
+        let mut variables: Vec<(String, Value)> =
+            self.special_tokens.iter().map(|(name, text)| (name.clone(), Value::from(text.clone()))).collect();
         for name in ["tools", "documents"] {
             variables.push((name.to_owned(), Value::from(())));
         }
-        variables.push((
-            "add_generation_prompt".to_owned(),
-            Value::from(input.add_generation_prompt),
-        ));
-        variables.extend(
-            input
-                .variables
-                .iter()
-                .map(|(name, value)| (name.clone(), to_value(value))),
-        );
+        variables.push(("add_generation_prompt".to_owned(), Value::from(input.add_generation_prompt)));
+        variables.extend(input.variables.iter().map(|(name, value)| (name.clone(), to_value(value))));
         variables.push(("messages".to_owned(), to_value(input.messages)));
         let now = input.now;
         let strftime = move |format: String| -> Result<String, Error> {
             let mut text = String::new();
             write!(text, "{}", now.format(&format)).map_err(|_| {
-                Error::new(
-                    ErrorKind::InvalidOperation,
-                    format!("strftime_now does not know the format {format:?}"),
-                )
+                Error::new(ErrorKind::InvalidOperation, format!("strftime_now does not know the format {format:?}"))
             })?;
             Ok(text)
         };

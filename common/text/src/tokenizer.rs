@@ -56,25 +56,14 @@ impl Tokenizer {
         let added: HashMap<u32, AddedToken> = inner.get_added_tokens_decoder().into_iter().collect();
         let entry = |(id, token): (&u32, &AddedToken)| (token.content.clone(), *id, token.clone());
         let verbatim = AddedMatcher::new(added.iter().filter(|(_, token)| !token.normalized).map(entry));
-        let normalized = added.iter().filter(|(_, token)| token.normalized).map(|(id, token)| {
-            (
-                inner.id_to_token(*id).unwrap_or_else(|| token.content.clone()),
-                *id,
-                token.clone(),
-            )
-        });
+        let normalized = added
+            .iter()
+            .filter(|(_, token)| token.normalized)
+            .map(|(id, token)| (inner.id_to_token(*id).unwrap_or_else(|| token.content.clone()), *id, token.clone()));
         let normalized = AddedMatcher::new(normalized);
         let contents = AddedMatcher::new(added.iter().map(entry));
-        let special_ids = added
-            .iter()
-            .filter(|(_, token)| token.special)
-            .map(|(id, _)| *id)
-            .collect();
-        let vocab_size = inner
-            .get_vocab(true)
-            .values()
-            .max()
-            .map_or(0, |largest| *largest as usize + 1);
+        let special_ids = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |largest| *largest as usize + 1);
 
         let config = files.config()?;
         let special_tokens = special_token_strings(&config);
@@ -84,10 +73,7 @@ impl Tokenizer {
         };
         let bos = id_of("bos_token");
         let processor_adds_bos = || {
-            let first = inner
-                .encode_fast("", true)
-                .ok()
-                .and_then(|encoding| encoding.get_ids().first().copied());
+            let first = inner.encode_fast("", true).ok().and_then(|encoding| encoding.get_ids().first().copied());
             first.is_some() && first == bos
         };
         let adds_bos = match config.get("add_bos_token").and_then(serde_json::Value::as_bool) {
@@ -132,10 +118,7 @@ impl Tokenizer {
 
     /// The BOS token's text.
     pub(crate) fn bos_text(&self) -> Option<&str> {
-        self.special_tokens
-            .iter()
-            .find(|(name, _)| name == "bos_token")
-            .map(|(_, text)| text.as_str())
+        self.special_tokens.iter().find(|(name, _)| name == "bos_token").map(|(_, text)| text.as_str())
     }
 
     /// Whether prompts without a template begin with the BOS token: as `add_bos_token` says, else as the
@@ -181,10 +164,7 @@ impl Tokenizer {
         let lead = usize::from(piece.leading_token.is_some());
         let ends: Vec<usize> = encoding.get_offsets().iter().map(|(_, end)| *end).collect();
         // Ends ascend: tokens that end at or before the place lie before it.
-        let offsets = bytes
-            .iter()
-            .map(|byte| lead + ends.partition_point(|end| end <= byte))
-            .collect();
+        let offsets = bytes.iter().map(|byte| lead + ends.partition_point(|end| end <= byte)).collect();
         let ids = piece.leading_token.iter().chain(encoding.get_ids()).copied().collect();
         Ok((ids, offsets))
     }
@@ -215,9 +195,7 @@ impl Tokenizer {
         };
         if let Some(barriers) = barriers {
             text.split(|_, stretch| {
-                let found = self
-                    .verbatim
-                    .matches(stretch.get(), |range| !holds_barrier(&range, barriers));
+                let found = self.verbatim.matches(stretch.get(), |range| !holds_barrier(&range, barriers));
                 Ok(cut(&stretch, &found))
             })?;
         }
@@ -248,10 +226,7 @@ impl Tokenizer {
     /// tokens (unigram) may choose one, and the word is then cut inside it.
     fn ordinary_tokens(&self, word: &str) -> tokenizers::Result<Vec<Token>> {
         let tokens = self.inner.get_model().tokenize(word)?;
-        let cuts: Vec<usize> = tokens
-            .iter()
-            .filter_map(|token| self.place_inside_added(word, token))
-            .collect();
+        let cuts: Vec<usize> = tokens.iter().filter_map(|token| self.place_inside_added(word, token)).collect();
         if cuts.is_empty() {
             return Ok(tokens);
         }
@@ -262,10 +237,7 @@ impl Tokenizer {
             let part = self.ordinary_tokens(&word[start..end])?;
             ordinary.extend(part.into_iter().map(|token| {
                 let (from, to) = token.offsets;
-                Token {
-                    offsets: (from + start, to + start),
-                    ..token
-                }
+                Token { offsets: (from + start, to + start), ..token }
             }));
         }
         Ok(ordinary)
@@ -323,11 +295,7 @@ impl Tokenizer {
 
     /// Whether the decoder joins runs of byte tokens, and this token is one.
     pub(crate) fn is_fallback_byte(&self, id: u32) -> bool {
-        self.byte_fallback
-            && self
-                .inner
-                .id_to_token(id)
-                .is_some_and(|token| fallback_byte(&token).is_some())
+        self.byte_fallback && self.inner.id_to_token(id).is_some_and(|token| fallback_byte(&token).is_some())
     }
 
     /// Whether the id has a token.

@@ -8,9 +8,8 @@ use hypic_text::{ChatPrompt, Detokenizer, Message, RawPrompt, TextErrorKind, Tex
 use serde_json::{Map, json};
 use support::*;
 
-const ALPHABET: [&str; 16] = [
-    "the", " ", "  ", "a", "b", "é", "日本", "😀", "\n", "\t", ".", "</s>", "<unk>", "\u{FFFD}", "ß", "x<0x41>",
-];
+const ALPHABET: [&str; 16] =
+    ["the", " ", "  ", "a", "b", "é", "日本", "😀", "\n", "\t", ".", "</s>", "<unk>", "\u{FFFD}", "ß", "x<0x41>"];
 
 fn tokenizer(json: Vec<u8>) -> Arc<Tokenizer> {
     Arc::new(Tokenizer::new(&files(json, json!({"bos_token": "<s>"}), None)).unwrap())
@@ -42,15 +41,10 @@ fn streamed_text_equals_the_decode_of_all_ids() {
         for _ in 0..200 {
             let text = random.text(&ALPHABET, 12);
             let ids = tokenizer.encode_text(&text).unwrap();
-            assert_eq!(
-                stream(&tokenizer, &ids, false),
-                tokenizer.decode(&ids, false).unwrap(),
-                "{text:?}"
-            );
+            assert_eq!(stream(&tokenizer, &ids, false), tokenizer.decode(&ids, false).unwrap(), "{text:?}");
             // Any ids, invalid bytes and special and unknown ones too.
-            let ids: Vec<u32> = (0..random.below(20))
-                .map(|_| random.below(tokenizer.vocab_size() + 3) as u32)
-                .collect();
+            let ids: Vec<u32> =
+                (0..random.below(20)).map(|_| random.below(tokenizer.vocab_size() + 3) as u32).collect();
             for keep_special in [false, true] {
                 let whole = tokenizer.decode(&ids, keep_special).unwrap();
                 assert_eq!(stream(&tokenizer, &ids, keep_special), whole, "{ids:?}");
@@ -129,29 +123,13 @@ fn the_bos_token_begins_raw_prompts_of_models_that_want_it() {
     let files = files(byte_fallback_json(), json!({"bos_token": {"content": "<s>"}}), None);
     let text = TextPipeline::new(&files).unwrap();
     assert_eq!((text.bos(), text.turn_anchor().to_vec()), (Some(1), vec![1]));
-    let alone = text
-        .raw(&RawPrompt {
-            query: "the".into(),
-            ..RawPrompt::default()
-        })
-        .unwrap();
+    let alone = text.raw(&RawPrompt { query: "the".into(), ..RawPrompt::default() }).unwrap();
     let the = text.tokenizer().encode_text("the").unwrap();
     assert_eq!(alone.query, [vec![1], the.clone()].concat());
     let segments = vec!["the".to_owned()];
-    let behind = text
-        .raw(&RawPrompt {
-            segments,
-            query: "the".into(),
-            ..RawPrompt::default()
-        })
-        .unwrap();
+    let behind = text.raw(&RawPrompt { segments, query: "the".into(), ..RawPrompt::default() }).unwrap();
     assert_eq!((behind.segments, behind.query), (vec![vec![1], the.clone()], the));
-    assert!(
-        text.chat(&ChatPrompt::new(vec![]))
-            .unwrap_err()
-            .to_string()
-            .contains("chat_template.jinja")
-    );
+    assert!(text.chat(&ChatPrompt::new(vec![])).unwrap_err().to_string().contains("chat_template.jinja"));
 }
 
 #[test]
@@ -167,11 +145,7 @@ fn files_that_cannot_be_used_are_named() {
     std::fs::write(directory.path().join("tokenizer_config.json"), b"[").unwrap();
     let error = TextPipeline::from_dir(directory.path()).unwrap_err();
     assert!(error.to_string().contains("tokenizer_config.json"), "{error}");
-    std::fs::write(
-        directory.path().join("tokenizer_config.json"),
-        b"{\"chat_template\": \"{% if %}\"}",
-    )
-    .unwrap();
+    std::fs::write(directory.path().join("tokenizer_config.json"), b"{\"chat_template\": \"{% if %}\"}").unwrap();
     let error = TextPipeline::from_dir(directory.path()).unwrap_err();
     assert!(error.to_string().contains("chat template"), "{error}");
 }
@@ -180,20 +154,10 @@ fn files_that_cannot_be_used_are_named() {
 fn the_template_file_wins_and_the_default_of_named_ones_is_taken() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, content: &[u8]| std::fs::write(directory.path().join(name), content).unwrap();
-    let source = || {
-        TextPipeline::from_dir(directory.path())
-            .unwrap()
-            .template()
-            .unwrap()
-            .source()
-            .to_owned()
-    };
+    let source = || TextPipeline::from_dir(directory.path()).unwrap().template().unwrap().source().to_owned();
     write("tokenizer.json", &byte_level_json());
     let named = json!([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]);
-    write(
-        "tokenizer_config.json",
-        json!({"chat_template": named}).to_string().as_bytes(),
-    );
+    write("tokenizer_config.json", json!({"chat_template": named}).to_string().as_bytes());
     assert_eq!(source(), "d");
     write("chat_template.json", b"{\"chat_template\": \"j\"}");
     assert_eq!(source(), "j");
@@ -207,10 +171,7 @@ fn templates_render_as_the_reference_library_does() {
     let none = || json!([]);
     // Blocks on lines of their own leave nothing behind.
     assert_eq!(render("a\n  {% if true %}\nb\n  {% endif %}\nc\n", none()), "a\nb\nc");
-    assert_eq!(
-        render("{{ true }} {{ none }} {{ missing }}|{{ 1.0 }}", none()),
-        "True None |1.0"
-    );
+    assert_eq!(render("{{ true }} {{ none }} {{ missing }}|{{ 1.0 }}", none()), "True None |1.0");
     assert_eq!(render("{{ strftime_now('%d %b %Y') }}", none()), "04 Jul 2026");
     let call = json!([{"z": "<é>&'\"\n", "a": [1, 2.5, null, true], "e": {}, "l": []}]);
     let expected = r#"{"z": "<é>&'\"\n", "a": [1, 2.5, null, true], "e": {}, "l": []}"#;
@@ -219,20 +180,11 @@ fn templates_render_as_the_reference_library_does() {
     assert_eq!(render(indented, none()), "{\n  \"b\": [\n    1\n  ],\n  \"a\": {}\n}");
     let loops = "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i > 4 %}{% break %}{% endif %}{{ i }}{% endfor %}";
     assert_eq!(render(loops, none()), "0134");
-    assert_eq!(
-        render(
-            "{%- generation -%} x {%- endgeneration %}{% generation %}y{% endgeneration %}",
-            none()
-        ),
-        "xy"
-    );
+    assert_eq!(render("{%- generation -%} x {%- endgeneration %}{% generation %}y{% endgeneration %}", none()), "xy");
     assert_eq!(render("{{ bos_token + eos_token }}", none()), "<s><|im_end|>");
     let methods = "{{ ' a-b '.strip().upper().split('-')[::-1] | join('+') }}{% for k, v in {'x': 1}.items() %}{{ k }}{{ v }}{% endfor %}";
     assert_eq!(render(methods, none()), "B+Ax1");
-    assert_eq!(
-        render("{% if tools %}t{% else %}-{% endif %}{{ '<b>' }}", none()),
-        "-<b>"
-    );
+    assert_eq!(render("{% if tools %}t{% else %}-{% endif %}{{ '<b>' }}", none()), "-<b>");
     let macros =
         "{%- macro show(x, n=1) -%}{{ x * n }}{%- endmacro -%}{{ show('ab', n=2) }}{{ messages[1:] | length }}";
     assert_eq!(render(macros, json!([{}, {}])), "abab1");
@@ -243,15 +195,8 @@ fn contents_may_be_null_and_fields_reach_the_template() {
     let text = with_template(
         "{% for m in messages %}{{ m.role }}:{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}",
     );
-    let mut message = Message {
-        role: "assistant".into(),
-        content: None,
-        extra: Map::new(),
-    };
-    message.extra.insert(
-        "tool_calls".into(),
-        json!([{"function": {"name": "f", "arguments": {"q": "é"}}}]),
-    );
+    let mut message = Message { role: "assistant".into(), content: None, extra: Map::new() };
+    message.extra.insert("tool_calls".into(), json!([{"function": {"name": "f", "arguments": {"q": "é"}}}]));
     let prompt = ChatPrompt::new(vec![message, Message::text("tool", "4")]);
     assert_eq!(joined(&text, &prompt), "assistant:{\"q\": \"é\"};tool:4;");
 }
@@ -262,18 +207,13 @@ fn added_tokens_of_normalized_text_are_cut_where_the_template_writes_them() {
     json["normalizer"] = json!({"type": "Lowercase"});
     let tokens = json["added_tokens"].as_array_mut().unwrap();
     let id = tokens.last().unwrap()["id"].as_u64().unwrap() + 1;
-    tokens.push(
-        json!({"id": id, "content": "[DAY]", "single_word": false, "lstrip": false, "rstrip": true,
-        "normalized": true, "special": false}),
-    );
+    tokens.push(json!({"id": id, "content": "[DAY]", "single_word": false, "lstrip": false, "rstrip": true,
+        "normalized": true, "special": false}));
     let template = "[Day]  {{ messages[0].content }}[DAY]";
     let files = files(serde_json::to_vec(&json).unwrap(), json!({}), Some(template));
     let text = TextPipeline::new(&files).unwrap();
     let count = |content: &str| {
-        let ids = text
-            .chat(&ChatPrompt::new(vec![Message::text("user", content)]))
-            .unwrap()
-            .query;
+        let ids = text.chat(&ChatPrompt::new(vec![Message::text("user", content)])).unwrap().query;
         ids.iter().filter(|known| u64::from(**known) == id).count()
     };
     assert_eq!(count("x"), 2);
@@ -287,11 +227,8 @@ fn many_roles_and_hostile_text_take_no_time() {
     let messages = (0..300).map(|index| Message::parts(format!("r{index}"), vec![]));
     text.segment_chat(&ChatPrompt::new(messages.collect())).unwrap();
     let hostile = "<|im_end|><think></think>".repeat(2000);
-    text.chat(&ChatPrompt::new(vec![
-        Message::text("user", hostile.clone()),
-        Message::text("assistant", hostile),
-    ]))
-    .unwrap();
+    text.chat(&ChatPrompt::new(vec![Message::text("user", hostile.clone()), Message::text("assistant", hostile)]))
+        .unwrap();
     let unigram = tokenizer(unigram_json());
     unigram.encode_text(&"a</s>".repeat(5000)).unwrap();
     assert!(begin.elapsed().as_secs() < 20, "{:?}", begin.elapsed());

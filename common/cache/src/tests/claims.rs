@@ -45,10 +45,7 @@ fn the_first_leads_the_others_follow_and_the_next_hits() {
 
     assert!(lead.publish(1, attention(11, 20)));
     assert_eq!((mark(source.part(0)), mark(source.part(1))), (None, Some(11)));
-    assert!(
-        !lead.publish(1, attention(99, 20)),
-        "what followers have seen does not change"
-    );
+    assert!(!lead.publish(1, attention(99, 20)), "what followers have seen does not change");
     assert!(lead.publish(0, recurrent(12, 10)));
     assert_eq!(calls.load(Ordering::SeqCst), 2);
     assert_eq!(store.stats().flights, 1);
@@ -73,10 +70,7 @@ fn the_first_leads_the_others_follow_and_the_next_hits() {
     drop(source);
     assert_eq!(store.stats().pinned, 1);
     drop(clone);
-    assert_eq!(
-        (store.stats().pinned, store.stats().pinned_bytes, store.stats().bytes),
-        (0, 0, 38)
-    );
+    assert_eq!((store.stats().pinned, store.stats().pinned_bytes, store.stats().bytes), (0, 0, 38));
     store.audit();
 }
 
@@ -99,14 +93,7 @@ fn a_failure_is_told_at_once_and_frees_the_key() {
         assert_eq!(calls.load(Ordering::SeqCst), 2);
 
         let reason = flight.failure().expect("it has failed");
-        assert_eq!(
-            &*reason,
-            if abandon {
-                "the computation was abandoned"
-            } else {
-                "out of memory"
-            }
-        );
+        assert_eq!(&*reason, if abandon { "the computation was abandoned" } else { "out of memory" });
         assert!(matches!(flight.part(1), PartState::Failed(why) if why == reason));
         assert_eq!(mark(flight.part(0)), Some(5), "what was ready stays so");
         assert!(flight.entry().is_none());
@@ -143,18 +130,12 @@ fn parts_that_make_no_entry_fail_the_flight() {
     let stray = lead(&store, 1);
     stray.publish(0, recurrent(1, 1));
     stray.publish(4_000_000_000, attention(1, 1));
-    assert_eq!(
-        stray.complete(&layout(), seconds(1)).unwrap_err(),
-        EntryError::Layers { expected: 2, got: 1 }
-    );
+    assert_eq!(stray.complete(&layout(), seconds(1)).unwrap_err(), EntryError::Layers { expected: 2, got: 1 });
 
     let swapped = lead(&store, 1);
     swapped.publish(0, attention(1, 1));
     swapped.publish(1, attention(1, 1));
-    assert!(matches!(
-        swapped.complete(&layout(), seconds(1)),
-        Err(EntryError::Kind { layer: 0, .. })
-    ));
+    assert!(matches!(swapped.complete(&layout(), seconds(1)), Err(EntryError::Kind { layer: 0, .. })));
 
     let all_seam = match store.claim(key(1), &tokens(1), 2) {
         Claim::Lead(lead) => lead,
@@ -162,14 +143,8 @@ fn parts_that_make_no_entry_fail_the_flight() {
     };
     all_seam.publish(0, recurrent(1, 1));
     all_seam.publish(1, attention(1, 1));
-    assert!(matches!(
-        all_seam.complete(&layout(), seconds(1)),
-        Err(EntryError::NoBody { .. })
-    ));
-    assert_eq!(
-        (store.stats().failed_flights, store.stats().flights, store.stats().bytes),
-        (4, 0, 0)
-    );
+    assert!(matches!(all_seam.complete(&layout(), seconds(1)), Err(EntryError::NoBody { .. })));
+    assert_eq!((store.stats().failed_flights, store.stats().flights, store.stats().bytes), (4, 0, 0));
 }
 
 #[test]
@@ -220,10 +195,7 @@ fn without_capacity_every_claim_leads_or_joins() {
         assert_eq!(flight.entry().unwrap().bytes(), 50);
     }
     let stats = store.stats();
-    assert_eq!(
-        (stats.hits, stats.misses, stats.joins, stats.rejected_too_large),
-        (0, 3, 3, 3)
-    );
+    assert_eq!((stats.hits, stats.misses, stats.joins, stats.rejected_too_large), (0, 3, 3, 3));
     assert_eq!((stats.bytes, stats.entries, stats.pinned), (0, 0, 0));
 }
 

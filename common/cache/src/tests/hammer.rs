@@ -35,16 +35,12 @@ fn bytes_of(n: u32) -> usize {
 
 fn prefix_key(n: u32) -> PrefixKey {
     let space = KeySpace::new(Fingerprint([0; 32]), DType::F32);
-    PrefixChain::new(&space, 0, ComposeRule::Last, SEAM, &[], b"")
-        .segment(&[n])
-        .key()
+    PrefixChain::new(&space, 0, ComposeRule::Last, SEAM, &[], b"").segment(&[n]).key()
 }
 
 fn assert_is(entry: &Pinned<Dummy>, n: u32) {
     assert_eq!((entry.tokens(), entry.bytes()), (&tokens(n), bytes_of(n)));
-    let LayerPart::Attention(block) = &**entry.part(1) else {
-        panic!("layer 1 is attention")
-    };
+    let LayerPart::Attention(block) = &**entry.part(1) else { panic!("layer 1 is attention") };
     assert_eq!(block.mark, n);
 }
 
@@ -82,10 +78,7 @@ struct Work<'a> {
 impl Work<'_> {
     fn step(&mut self) {
         // Some segments are wanted far more often than others.
-        let n = self
-            .rng
-            .random_range(0..SEGMENTS)
-            .min(self.rng.random_range(0..SEGMENTS));
+        let n = self.rng.random_range(0..SEGMENTS).min(self.rng.random_range(0..SEGMENTS));
         match self.rng.random_range(0..10) {
             0..6 => self.claim(n),
             6 => self.held.clear(),
@@ -93,12 +86,8 @@ impl Work<'_> {
                 let _entry = self.rng.random_bool(0.3).then(|| self.held.pop()).flatten();
                 let kinds = [PrefixKind::Boundary, PrefixKind::Query, PrefixKind::End];
                 let kind = kinds[self.rng.random_range(0..3)];
-                let state = Arc::new(State {
-                    bytes: 10 + n as usize,
-                    _entry,
-                });
-                self.store
-                    .put_prefix(prefix_key(n), state, kind, Duration::from_millis(n.into()));
+                let state = Arc::new(State { bytes: 10 + n as usize, _entry });
+                self.store.put_prefix(prefix_key(n), state, kind, Duration::from_millis(n.into()));
             }
             8 => {
                 let keys = [n, n / 2, n / 3].map(prefix_key);
@@ -146,11 +135,7 @@ impl Work<'_> {
                 return None;
             }
             thread::yield_now();
-            let part = if layer == 0 {
-                recurrent(n, 1)
-            } else {
-                attention(n, bytes_of(n) - TOKEN_BYTES - 1)
-            };
+            let part = if layer == 0 { recurrent(n, 1) } else { attention(n, bytes_of(n) - TOKEN_BYTES - 1) };
             assert!(lead.publish(layer, part));
         }
         self.computing[n as usize].fetch_sub(1, Ordering::SeqCst);
@@ -166,13 +151,7 @@ fn hammer(capacity_bytes: usize, seed: u64) {
     thread::scope(|scope| {
         for thread in 0..THREADS {
             let rng = StdRng::seed_from_u64(seed * THREADS + thread);
-            let mut work = Work {
-                store: &store,
-                computing: &computing,
-                claims: &claims,
-                rng,
-                held: Vec::new(),
-            };
+            let mut work = Work { store: &store, computing: &computing, claims: &claims, rng, held: Vec::new() };
             scope.spawn(move || (0..STEPS).for_each(|_| work.step()));
         }
     });
@@ -181,30 +160,20 @@ fn hammer(capacity_bytes: usize, seed: u64) {
     let stats = store.stats();
     assert_eq!(stats.flights, 0, "{stats:?}");
     assert!(stats.bytes <= capacity_bytes, "{stats:?}");
-    assert_eq!(
-        stats.hits + stats.misses + stats.joins,
-        claims.into_inner() as u64,
-        "{stats:?}"
-    );
+    assert_eq!(stats.hits + stats.misses + stats.joins, claims.into_inner() as u64, "{stats:?}");
     assert_eq!(stats.hash_mismatches, 0, "{stats:?}");
     if capacity_bytes == 0 {
         assert_eq!((stats.entries, stats.prefix_states, stats.hits), (0, 0, 0));
         return;
     }
-    assert!(
-        stats.hits > 0 && stats.failed_flights > 0 && stats.prefix_hits > 0,
-        "{stats:?}"
-    );
+    assert!(stats.hits > 0 && stats.failed_flights > 0 && stats.prefix_hits > 0, "{stats:?}");
     assert!(stats.evicted_entries > 0 && stats.thinned_boundaries > 0, "{stats:?}");
 
     // What only prefix states use is free once they are gone: a newcomer worth everything takes all.
     let rest = compute(lead(&store, SEGMENTS), SEGMENTS, capacity_bytes, 1_000_000_000);
     assert!(rest.is_kept());
     let stats = store.stats();
-    assert_eq!(
-        (stats.bytes, stats.entries, stats.prefix_states),
-        (capacity_bytes, 1, 0)
-    );
+    assert_eq!((stats.bytes, stats.entries, stats.prefix_states), (capacity_bytes, 1, 0));
     drop(rest);
     assert_eq!(store.stats().pinned, 0);
     store.audit();

@@ -7,9 +7,7 @@ use crate::{PrefixChain, PrefixKey, PrefixKind};
 
 fn prefix_key(n: u32) -> PrefixKey {
     let space = KeySpace::new(Fingerprint([0; 32]), DType::F32);
-    PrefixChain::new(&space, 0, ComposeRule::Transition, SEAM, &[], b"")
-        .rows(&[n])
-        .key()
+    PrefixChain::new(&space, 0, ComposeRule::Transition, SEAM, &[], b"").rows(&[n]).key()
 }
 
 fn put(store: &TestStore, n: u32, bytes: usize, kind: PrefixKind, cost: u64) -> bool {
@@ -17,9 +15,7 @@ fn put(store: &TestStore, n: u32, bytes: usize, kind: PrefixKind, cost: u64) -> 
 }
 
 fn find(store: &TestStore, keys: &[u32]) -> Option<(usize, u32)> {
-    store
-        .longest_prefix(keys.iter().map(|n| prefix_key(*n)))
-        .map(|(index, value)| (index, value.mark))
+    store.longest_prefix(keys.iter().map(|n| prefix_key(*n))).map(|(index, value)| (index, value.mark))
 }
 
 /// Which prefix states are there. Counts as a use.
@@ -37,15 +33,7 @@ fn the_first_key_with_a_state_wins() {
     assert_eq!(find(&store, &[6, 7]), None);
     assert_eq!(find(&store, &[]), None);
     let stats = store.stats();
-    assert_eq!(
-        (
-            stats.prefix_hits,
-            stats.prefix_misses,
-            stats.prefix_states,
-            stats.prefix_bytes
-        ),
-        (2, 2, 2, 20)
-    );
+    assert_eq!((stats.prefix_hits, stats.prefix_misses, stats.prefix_states, stats.prefix_bytes), (2, 2, 2, 20));
     store.audit();
 }
 
@@ -62,10 +50,7 @@ fn boundary_states_go_first_and_the_oldest_of_them_before_the_others() {
     fill(&store, 2, 60, 0);
     assert_eq!(kept(&store, 1..4), [3]);
     assert_eq!(resident(&store, 0..3), [0, 1, 2]);
-    assert_eq!(
-        (store.stats().thinned_boundaries, store.stats().evicted_entries),
-        (2, 0)
-    );
+    assert_eq!((store.stats().thinned_boundaries, store.stats().evicted_entries), (2, 0));
     store.audit();
 }
 
@@ -79,10 +64,7 @@ fn a_boundary_state_displaces_only_older_ones() {
     assert!(!put(&store, 4, 101, PrefixKind::Boundary, 1_000_000));
     assert_eq!(kept(&store, 1..5), [1, 3]);
     assert_eq!(resident(&store, 0..1), [0]);
-    assert_eq!(
-        (store.stats().rejected_no_room, store.stats().thinned_boundaries),
-        (1, 1)
-    );
+    assert_eq!((store.stats().rejected_no_room, store.stats().thinned_boundaries), (1, 1));
     assert!(!put(&store, 5, 301, PrefixKind::Boundary, 1));
     assert_eq!(store.stats().rejected_too_large, 1);
     store.audit();
@@ -151,10 +133,7 @@ fn states_that_use_entries_let_them_go() {
         let store: Store<Dummy, Composed> = Store::new(StoreConfig { capacity_bytes: 300 });
         for n in 0..2 {
             let entry = compute(lead(&store, n), n, 100, 1);
-            let state = Arc::new(Composed {
-                bytes: 50,
-                _entry: entry,
-            });
+            let state = Arc::new(Composed { bytes: 50, _entry: entry });
             assert!(store.put_prefix(prefix_key(n), state, kind, seconds(1)));
         }
         assert_eq!((store.stats().bytes, store.stats().pinned), (300, 2));

@@ -50,10 +50,7 @@ fn nothing_goes_for_a_newcomer_that_stays_out() {
     // Needs the room of 0, which is worth less than it, and of 1, which is worth more.
     fill(&store, 3, 200, 10);
     assert_eq!(resident(&store, 0..4), [0, 1, 2]);
-    assert_eq!(
-        (store.stats().rejected_low_value, store.stats().evicted_entries),
-        (1, 0)
-    );
+    assert_eq!((store.stats().rejected_low_value, store.stats().evicted_entries), (1, 0));
     store.audit();
 }
 

@@ -11,10 +11,7 @@ pub(super) fn length_behind(bytes: &[u8], what: &'static str, magic: [u8; 4]) ->
     // As far as the checksum, so that it can be looked at.
     const NEED: usize = 20;
     let Some(start) = bytes.first_chunk::<NEED>() else {
-        return Err(CodecError::Truncated {
-            need: NEED as u64,
-            got: bytes.len(),
-        });
+        return Err(CodecError::Truncated { need: NEED as u64, got: bytes.len() });
     };
     let got: [u8; 4] = start[..4].try_into().expect("four bytes");
     if got != magic {
@@ -26,10 +23,7 @@ pub(super) fn length_behind(bytes: &[u8], what: &'static str, magic: [u8; 4]) ->
     }
     let length = u64::from_le_bytes(start[8..16].try_into().expect("eight bytes"));
     if length > bytes.len() as u64 {
-        return Err(CodecError::Truncated {
-            need: length,
-            got: bytes.len(),
-        });
+        return Err(CodecError::Truncated { need: length, got: bytes.len() });
     }
     if length < ALIGN as u64 || !length.is_multiple_of(ALIGN as u64) {
         return Err(CodecError::Malformed("a length that is no multiple of the alignment"));
@@ -45,11 +39,7 @@ pub(super) fn checksum(bytes: &[u8], skip: usize) -> u32 {
 pub(super) fn check(bytes: &[u8], at: usize) -> Result<(), CodecError> {
     let stored = u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
     let computed = checksum(bytes, at);
-    if stored == computed {
-        Ok(())
-    } else {
-        Err(CodecError::Checksum { stored, computed })
-    }
+    if stored == computed { Ok(()) } else { Err(CodecError::Checksum { stored, computed }) }
 }
 
 pub(super) fn dtype_code(dtype: DType) -> u8 {
@@ -64,10 +54,7 @@ pub(super) fn dtype_code(dtype: DType) -> u8 {
 fn dtype_of(code: u8) -> Result<DType, CodecError> {
     const KNOWN: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::F64];
     let known = KNOWN.into_iter().find(|dtype| dtype_code(*dtype) == code);
-    known.ok_or(CodecError::Unknown {
-        field: "data type",
-        value: code.into(),
-    })
+    known.ok_or(CodecError::Unknown { field: "data type", value: code.into() })
 }
 
 /// Reads fields in order; never past the end.
@@ -82,10 +69,7 @@ impl Reader<'_> {
         let end = self.at.checked_add(count).filter(|end| *end <= self.bytes.len());
         let Some(end) = end else {
             let need = (self.at as u64).saturating_add(count as u64);
-            return Err(CodecError::Truncated {
-                need,
-                got: self.bytes.len(),
-            });
+            return Err(CodecError::Truncated { need, got: self.bytes.len() });
         };
         let taken = self.bytes.slice(self.at..end);
         self.at = end;
@@ -101,9 +85,7 @@ impl Reader<'_> {
     }
 
     pub fn words(&mut self, count: usize) -> Result<Vec<u32>, CodecError> {
-        let size = count
-            .checked_mul(4)
-            .ok_or(CodecError::Malformed("a list too long to exist"))?;
+        let size = count.checked_mul(4).ok_or(CodecError::Malformed("a list too long to exist"))?;
         let bytes = self.take(size)?;
         Ok(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect())
     }
@@ -127,9 +109,7 @@ impl Reader<'_> {
         let mut tensors = Vec::with_capacity(N);
         for (dtype, shape) in headers {
             let shape: Vec<usize> = shape.into_iter().map(|extent| extent as usize).collect();
-            let size = shape
-                .iter()
-                .try_fold(dtype.size(), |size, extent| size.checked_mul(*extent));
+            let size = shape.iter().try_fold(dtype.size(), |size, extent| size.checked_mul(*extent));
             let size = size.ok_or(CodecError::Malformed("a tensor too large to exist"))?;
             self.skip_padding()?;
             tensors.push(HostTensor::new(dtype, shape, self.take(size)?));
@@ -139,21 +119,13 @@ impl Reader<'_> {
 
     fn skip_padding(&mut self) -> Result<(), CodecError> {
         let padding = self.take(self.at.next_multiple_of(ALIGN) - self.at)?;
-        if padding.iter().all(|b| *b == 0) {
-            Ok(())
-        } else {
-            Err(CodecError::Malformed("padding that is not zero"))
-        }
+        if padding.iter().all(|b| *b == 0) { Ok(()) } else { Err(CodecError::Malformed("padding that is not zero")) }
     }
 
     /// Checks that only padding is left.
     pub fn finish(&mut self) -> Result<(), CodecError> {
         self.skip_padding()?;
         let extra = self.bytes.len() - self.at;
-        if extra == 0 {
-            Ok(())
-        } else {
-            Err(CodecError::Trailing { extra })
-        }
+        if extra == 0 { Ok(()) } else { Err(CodecError::Trailing { extra }) }
     }
 }

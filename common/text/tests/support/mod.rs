@@ -30,14 +30,7 @@ pub fn byte_characters() -> Vec<char> {
         .collect()
 }
 
-pub const SPECIAL: [&str; 6] = [
-    "<s>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|x|>",
-];
+pub const SPECIAL: [&str; 6] = ["<s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|x|>"];
 pub const PLAIN: [&str; 4] = ["<think>", "</think>", "<tool_response>", "</tool_response>"];
 
 /// Byte-level BPE without regular expression: any neighbours could merge. Ids: bytes, then merges, then added tokens.
@@ -48,13 +41,8 @@ pub fn byte_level_json() -> Vec<u8> {
         vocabulary.insert(character.to_string(), json!(id));
     }
     let newline = characters[usize::from(b'\n')];
-    let merges = [
-        format!("{newline} {newline}"),
-        "e r".to_owned(),
-        "< |".to_owned(),
-        "| >".to_owned(),
-        "t h".to_owned(),
-    ];
+    let merges =
+        [format!("{newline} {newline}"), "e r".to_owned(), "< |".to_owned(), "| >".to_owned(), "t h".to_owned()];
     for merge in &merges {
         let id = vocabulary.len();
         vocabulary.insert(merge.replace(' ', ""), json!(id));
@@ -151,26 +139,13 @@ pub fn with_template(template: &str) -> TextPipeline {
 /// All text of a prompt, the pieces put together.
 pub fn joined(text: &TextPipeline, prompt: &ChatPrompt) -> String {
     let segmented = text.segment_chat(prompt).unwrap();
-    segmented
-        .segments
-        .iter()
-        .chain([&segmented.query])
-        .map(|piece| piece.text.as_str())
-        .collect()
+    segmented.segments.iter().chain([&segmented.query]).map(|piece| piece.text.as_str()).collect()
 }
 
 /// A plain rendering of messages given as JSON.
 pub fn plain(text: &TextPipeline, messages: Value, variables: &Map<String, Value>) -> String {
-    let now = chrono::NaiveDate::from_ymd_opt(2026, 7, 4)
-        .unwrap()
-        .and_hms_opt(12, 0, 0)
-        .unwrap();
-    let input = hypic_text::RenderInput {
-        messages: &messages,
-        add_generation_prompt: true,
-        variables,
-        now,
-    };
+    let now = chrono::NaiveDate::from_ymd_opt(2026, 7, 4).unwrap().and_hms_opt(12, 0, 0).unwrap();
+    let input = hypic_text::RenderInput { messages: &messages, add_generation_prompt: true, variables, now };
     text.template().unwrap().render(input).unwrap()
 }
 
@@ -179,10 +154,7 @@ pub struct Random(pub u64);
 
 impl Random {
     pub fn below(&mut self, bound: usize) -> usize {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 33) as usize % bound
     }
 

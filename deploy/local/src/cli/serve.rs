@@ -1,6 +1,6 @@
 //! `hypic serve`: HTTP and gRPC over all roles in this process.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -18,10 +18,10 @@ pub(super) struct ServeArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// Address of the HTTP API; port 0 takes a free one
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8080", value_parser = parse_address)]
     listen: SocketAddr,
     /// Address of the gRPC API; port 0 takes a free one
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:50051")]
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:50051", value_parser = parse_address)]
     grpc_listen: SocketAddr,
     /// File with API keys, one a line; without it everybody may ask
     #[arg(long, value_name = "FILE")]
@@ -59,6 +59,11 @@ pub(super) fn run(args: ServeArgs) -> Result<()> {
         front.serve(local.router().clone(), shutdown, Duration::from_secs(args.grace)).await;
         Ok(())
     })
+}
+
+fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    let found = text.to_socket_addrs().map_err(|e| format!("{e}: use HOST:PORT, such as 127.0.0.1:8080"))?.next();
+    found.ok_or_else(|| format!("{text} names no address: use HOST:PORT, such as 127.0.0.1:8080"))
 }
 
 /// A request that shows the point: a document as a segment, and a question.
