@@ -1,10 +1,11 @@
-//! Rates of the packed linear layer on one thread, beside the machine's peak measured in the same run.
+//! Rates of the packed linear layer with each instruction set, beside the machine's peak measured in the same run:
+//! what [`Isa::best`] goes by.
 //!
 //! `cargo run --release -p hypic-kernels --example linear_rates [threads]`
 
 use std::time::{Duration, Instant};
 
-use hypic_kernels::{Backend, Cpu};
+use hypic_kernels::{Backend, Cpu, Isa};
 use hypic_state::{DType, HostTensor};
 
 /// Time to measure each rate for.
@@ -77,27 +78,30 @@ fn peaks() -> [Option<f64>; 2] {
 }
 
 fn main() {
-    let threads: usize = std::env::args()
-        .nth(1)
-        .map_or(1, |arg| arg.parse().expect("a number of threads"));
-    let cpu = Cpu::new(threads);
-    println!("{} on {threads} thread(s)", cpu.kernel_set());
+    let threads: usize = std::env::args().nth(1).map_or(1, |arg| arg.parse().expect("a number of threads"));
+    let peaks = peaks();
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+        let best = if isa == Isa::best() { ", used by default" } else { "" };
+        let cpu = Cpu::with_isa(threads, isa);
+        println!("{} on {threads} thread(s){best}", cpu.kernel_set());
+        for (dtype, peak) in [DType::F32, DType::Bf16].into_iter().zip(peaks) {
+            products(&cpu, dtype, peak);
+        }
+    }
+}
+
+fn products(cpu: &Cpu, dtype: DType, peak: Option<f64>) {
     for size in [1024, 4096] {
-        let values: Vec<f32> = (0..size * size)
-            .map(|i| ((i * 7919) % 1000) as f32 / 1000.0 - 0.5)
-            .collect();
+        let values: Vec<f32> = (0..size * size).map(|i| ((i * 7919) % 1000) as f32 / 1000.0 - 0.5).collect();
         let weights = HostTensor::from_f32([size, size], &values);
-        for (dtype, peak) in [DType::F32, DType::Bf16].into_iter().zip(peaks()) {
-            let linear = cpu.pack(std::slice::from_ref(&weights), dtype);
-            for rows in [1, 8, 64, 512] {
-                let x = cpu.upload(&HostTensor::from_f32([rows, size], &values[..rows * size]));
-                let mut out = cpu.alloc(&[rows, size]);
-                let gflops = rate(2.0 * (rows * size * size) as f64, || cpu.linear(&linear, &x, &mut out));
-                let share = peak.map_or(String::new(), |peak| {
-                    format!(", {:.0} % of a thread's {peak:.0}", 100.0 * gflops / peak)
-                });
-                println!("k = n = {size}, {dtype}, m = {rows}: {gflops:.0} GFLOP/s{share}");
-            }
+        let linear = cpu.pack(std::slice::from_ref(&weights), dtype);
+        for rows in [1, 8, 64, 512] {
+            let x = cpu.upload(&HostTensor::from_f32([rows, size], &values[..rows * size]));
+            let mut out = cpu.alloc(&[rows, size]);
+            let gflops = rate(2.0 * (rows * size * size) as f64, || cpu.linear(&linear, &x, &mut out));
+            let share =
+                peak.map_or(String::new(), |peak| format!(", {:.0} % of a thread's {peak:.0}", 100.0 * gflops / peak));
+            println!("k = n = {size}, {dtype}, m = {rows}: {gflops:.0} GFLOP/s{share}");
         }
     }
 }

@@ -18,9 +18,7 @@ const HIDDEN: f64 = 2048.0;
 const MEASURE: Duration = Duration::from_millis(800);
 
 fn main() {
-    let threads = std::env::args()
-        .nth(1)
-        .map_or(1, |n| n.parse().expect("a number of threads"));
+    let threads = std::env::args().nth(1).map_or(1, |n| n.parse().expect("a number of threads"));
     let cpu = Cpu::new(threads);
     let peak = peak() * threads as f64;
     println!("{}, {threads} threads, f32 peak {peak:.0} GFLOP/s", cpu.kernel_set());
@@ -78,20 +76,10 @@ fn tensor(cpu: &Cpu, shape: &[usize], scale: f32) -> <Cpu as hypic_state::Storag
 }
 
 fn scan(cpu: &Cpu, peak: f64) {
-    for (rows, heads, key_heads, d) in [
-        (512, 2, 1, 128),
-        (512, 4, 4, 64),
-        (64, 2, 1, 128),
-        (1, 32, 16, 128),
-        (16, 32, 16, 128),
-    ] {
-        let shape = DeltaShape {
-            key_heads,
-            heads,
-            d_k: d,
-            d_v: d,
-            beta_scale: 1.0,
-        };
+    for (rows, heads, key_heads, d) in
+        [(512, 2, 1, 128), (512, 4, 4, 64), (64, 2, 1, 128), (1, 32, 16, 128), (16, 32, 16, 128)]
+    {
+        let shape = DeltaShape { key_heads, heads, d_k: d, d_v: d, beta_scale: 1.0 };
         let qkv = tensor(cpu, &[rows, shape.channels()], 1.0);
         let gates = tensor(cpu, &[rows, 2 * heads], 1.0);
         // Slow decay: no operator dies.
@@ -101,27 +89,10 @@ fn scan(cpu: &Cpu, peak: f64) {
         let mut out = cpu.alloc(&[rows, heads * d]);
         let mut run = |with_carry: bool| {
             let mut carry = with_carry.then(|| cpu.carry(heads, d, d));
-            let steps = vec![Step::Rows {
-                rows: 0..rows,
-                carry: carry.as_mut(),
-            }];
+            let steps = vec![Step::Rows { rows: 0..rows, carry: carry.as_mut() }];
             let (b, a) = (Cols::new(&gates, 0), Cols::new(&gates, heads));
-            let inputs = DeltaInputs {
-                qkv: &qkv,
-                b,
-                a,
-                a_log: &a_log,
-                dt_bias: &dt_bias,
-            };
-            cpu.gated_delta(
-                shape,
-                inputs,
-                &mut [Fold {
-                    state: &mut state,
-                    steps,
-                }],
-                &mut out,
-            );
+            let inputs = DeltaInputs { qkv: &qkv, b, a, a_log: &a_log, dt_bias: &dt_bias };
+            cpu.gated_delta(shape, inputs, &mut [Fold { state: &mut state, steps }], &mut out);
             carry.map(|c| cpu.finish(c, &state))
         };
         let plain = fastest(|| drop(run(false)));
@@ -156,25 +127,11 @@ struct Attention {
 }
 
 fn attention_layer(dtype: DType) -> Attention {
-    let kv = KvShape {
-        heads: 2,
-        d_k: 128,
-        d_v: 128,
-        dtype,
-    };
+    let kv = KvShape { heads: 2, d_k: 128, d_v: 128, dtype };
     let inv_freq = (0..32).map(|i| 1e6f64.powf(-f64::from(i) / 32.0)).collect();
     Attention {
-        shape: AttentionShape {
-            heads: 16,
-            kv,
-            scale: 128f32.powf(-0.5),
-        },
-        rope: RopeSpec {
-            offset: 0,
-            inv_freq,
-            interleaved: false,
-            scale: 1.0,
-        },
+        shape: AttentionShape { heads: 16, kv, scale: 128f32.powf(-0.5) },
+        rope: RopeSpec { offset: 0, inv_freq, interleaved: false, scale: 1.0 },
     }
 }
 
@@ -184,32 +141,17 @@ fn prefill(cpu: &Cpu, peak: f64) {
         let rope = cpu.rope(&rope);
         for (rows, before) in [(64, 0), (64, 1024), (8, 2048)] {
             let kv_cols = 2 * 128;
-            let (k, v) = (
-                tensor(cpu, &[before + rows, kv_cols], 1.0),
-                tensor(cpu, &[before + rows, kv_cols], 1.0),
-            );
+            let (k, v) = (tensor(cpu, &[before + rows, kv_cols], 1.0), tensor(cpu, &[before + rows, kv_cols], 1.0));
             let q = tensor(cpu, &[rows, 16 * 128], 1.0);
             let positions: Vec<i64> = (0..(before + rows) as i64).collect();
             let mut own = cpu.kv(shape.kv);
             let append = Instant::now();
-            cpu.kv_append(
-                &mut own,
-                0..before + rows,
-                Cols::new(&k, 0),
-                Cols::new(&v, 0),
-                &positions,
-                Some(&rope),
-            );
+            cpu.kv_append(&mut own, 0..before + rows, Cols::new(&k, 0), Cols::new(&v, 0), &positions, Some(&rope));
             let append = append.elapsed().as_secs_f64() / (before + rows) as f64;
             let mut out = cpu.alloc(&[rows, 16 * 128]);
             let seconds = fastest(|| {
                 let positions = &positions[before..];
-                let sequences = [AttentionRows {
-                    rows: 0..rows,
-                    positions,
-                    spans: Vec::new(),
-                    own: &own,
-                }];
+                let sequences = [AttentionRows { rows: 0..rows, positions, spans: Vec::new(), own: &own }];
                 cpu.attention(shape, Some(&rope), Cols::new(&q, 0), &sequences, &mut out);
             });
             let keys = rows * before + rows * (rows + 1) / 2;
@@ -234,40 +176,16 @@ fn decode(cpu: &Cpu) {
         let block = tensor(cpu, &[1024, 256], 1.0);
         for start in (0..tokens).step_by(1024) {
             let positions: Vec<i64> = (start as i64..start as i64 + 1024).collect();
-            cpu.kv_append(
-                &mut store,
-                0..1024,
-                Cols::new(&block, 0),
-                Cols::new(&block, 0),
-                &positions,
-                Some(&rope),
-            );
+            cpu.kv_append(&mut store, 0..1024, Cols::new(&block, 0), Cols::new(&block, 0), &positions, Some(&rope));
         }
         let mut own = cpu.kv(shape.kv);
         let position = [tokens as i64];
-        cpu.kv_append(
-            &mut own,
-            0..1,
-            Cols::new(&block, 0),
-            Cols::new(&block, 0),
-            &position,
-            Some(&rope),
-        );
+        cpu.kv_append(&mut own, 0..1, Cols::new(&block, 0), Cols::new(&block, 0), &position, Some(&rope));
         let q = tensor(cpu, &[1, 16 * 128], 1.0);
         let mut out = cpu.alloc(&[1, 16 * 128]);
         let seconds = fastest(|| {
-            let span = Span {
-                kv: &store,
-                range: 0..tokens,
-                origin: 0,
-                from_row: 0,
-            };
-            let sequences = [AttentionRows {
-                rows: 0..1,
-                positions: &position,
-                spans: vec![span],
-                own: &own,
-            }];
+            let span = Span { kv: &store, range: 0..tokens, origin: 0, from_row: 0 };
+            let sequences = [AttentionRows { rows: 0..1, positions: &position, spans: vec![span], own: &own }];
             cpu.attention(shape, Some(&rope), Cols::new(&q, 0), &sequences, &mut out);
         });
         let bytes = tokens * 2 * 256 * dtype.size();

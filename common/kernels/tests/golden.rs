@@ -23,19 +23,9 @@ impl Golden {
         let facts: serde_json::Value = serde_json::from_str(&text).expect("recurrences.json is JSON");
         let number = |v: &serde_json::Value| v.as_u64().expect("a number") as usize;
         let heads = number(&facts["heads"]);
-        let shape = DeltaShape {
-            key_heads: heads,
-            heads,
-            d_k: number(&facts["d_k"]),
-            d_v: number(&facts["d_v"]),
-            beta_scale,
-        };
-        let segments = facts["segments"]
-            .as_array()
-            .expect("segments")
-            .iter()
-            .map(number)
-            .collect();
+        let shape =
+            DeltaShape { key_heads: heads, heads, d_k: number(&facts["d_k"]), d_v: number(&facts["d_v"]), beta_scale };
+        let segments = facts["segments"].as_array().expect("segments").iter().map(number).collect();
 
         let bytes = std::fs::read(dir.join(format!("{name}.safetensors"))).expect("the golden file");
         let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
@@ -45,28 +35,18 @@ impl Golden {
             let values: Vec<f64> = values.iter().map(|b| f64::from_le_bytes(*b)).collect();
             (key, HostTensor::from_f64(view.shape(), &values))
         };
-        Golden {
-            tensors: file.tensors().into_iter().map(tensor).collect(),
-            shape,
-            segments,
-        }
+        Golden { tensors: file.tensors().into_iter().map(tensor).collect(), shape, segments }
     }
 
     fn get(&self, key: &str) -> &HostTensor {
-        self.tensors
-            .get(key)
-            .unwrap_or_else(|| panic!("the golden file has no {key}"))
+        self.tensors.get(key).unwrap_or_else(|| panic!("the golden file has no {key}"))
     }
 
     /// `[q | k | v]` of all tokens.
     fn qkv(&self) -> HostTensor {
         let parts = ["in.q", "in.k", "in.v"].map(|key| (self.get(key).to_f64(), self.get(key).len()));
         let rows = self.get("in.q").shape()[0];
-        let row = |i: usize| {
-            parts
-                .iter()
-                .flat_map(move |(x, n)| x[i * n / rows..(i + 1) * n / rows].to_vec())
-        };
+        let row = |i: usize| parts.iter().flat_map(move |(x, n)| x[i * n / rows..(i + 1) * n / rows].to_vec());
         let values: Vec<f64> = (0..rows).flat_map(row).collect();
         HostTensor::from_f64([rows, self.shape.channels()], &values)
     }
@@ -86,18 +66,13 @@ fn close(label: &str, got: &HostTensor, want: &HostTensor, tolerance: f64) {
     let largest = want.iter().fold(0.0, |m: f64, x| m.max(x.abs()));
     for (i, (g, w)) in got.iter().zip(&want).enumerate() {
         let off = (g - w).abs() / largest;
-        assert!(
-            off <= tolerance,
-            "{label}: element {i} is {g}, should be {w}: off by {off:e} of the largest"
-        );
+        assert!(off <= tolerance, "{label}: element {i} is {g}, should be {w}: off by {off:e} of the largest");
     }
 }
 
 /// All heads of an operator; none of the golden ones has decayed.
 fn blocks(label: &str, t: &Transition<HostTensor>, heads: usize) -> HostTensor {
-    let Transition::Dense(Dense { kept, blocks, .. }) = t else {
-        panic!("{label}: a dense operator")
-    };
+    let Transition::Dense(Dense { kept, blocks, .. }) = t else { panic!("{label}: a dense operator") };
     assert_eq!(kept.len(), heads, "{label}: heads with an operator");
     blocks.clone()
 }
@@ -113,19 +88,11 @@ fn fold<B: Backend>(
     let upload = |key: &str| b.upload(golden.get(key));
     let (qkv, gate_b, gate_a) = (b.upload(&golden.qkv()), b.upload(&golden.b()), upload("in.a"));
     let (a_log, dt_bias) = (upload("in.A_log"), upload("in.dt_bias"));
-    let inputs = DeltaInputs {
-        qkv: &qkv,
-        b: Cols::new(&gate_b, 0),
-        a: Cols::new(&gate_a, 0),
-        a_log: &a_log,
-        dt_bias: &dt_bias,
-    };
+    let inputs =
+        DeltaInputs { qkv: &qkv, b: Cols::new(&gate_b, 0), a: Cols::new(&gate_a, 0), a_log: &a_log, dt_bias: &dt_bias };
     let mut carry = b.carry(heads, d_k, d_v);
     let mut out = b.alloc(&[0, 0]);
-    let steps = vec![Step::Rows {
-        rows: rows.clone(),
-        carry: Some(&mut carry),
-    }];
+    let steps = vec![Step::Rows { rows: rows.clone(), carry: Some(&mut carry) }];
     b.gated_delta(golden.shape, inputs, &mut [Fold { state, steps }], &mut out);
     let width = heads * d_v;
     let out = b.download(&out).to_f64()[rows.start * width..rows.end * width].to_vec();
@@ -147,12 +114,7 @@ fn recurrences<B: Backend>(b: &B, tolerance: f64) {
         close(&label("o"), &o, golden.get("o"), tolerance);
         close(&label("S_final"), &b.download(&state), golden.get("S_final"), tolerance);
         close(&label("zero-start S"), &s_full, golden.get("S_final"), tolerance);
-        close(
-            &label("T_full"),
-            &blocks("T_full", &t_full, heads),
-            golden.get("T_full"),
-            tolerance,
-        );
+        close(&label("T_full"), &blocks("T_full", &t_full, heads), golden.get("T_full"), tolerance);
 
         // Segment after segment, each a body of its own behind the true state.
         let mut state = b.zeros(&[heads, d_k, d_v]);
@@ -162,12 +124,7 @@ fn recurrences<B: Backend>(b: &B, tolerance: f64) {
             let key = |what: &str| format!("seg{}.{what}", i + 1);
             let (_, t, s) = fold(b, &golden, start..start + length, &mut state);
             start += length;
-            close(
-                &label(&key("T")),
-                &blocks("T", &t, heads),
-                golden.get(&key("T")),
-                tolerance,
-            );
+            close(&label(&key("T")), &blocks("T", &t, heads), golden.get(&key("T")), tolerance);
             close(&label(&key("S")), &s, golden.get(&key("S")), tolerance);
             let after = format!("S_after_seg{}", i + 1);
             close(&label(&after), &b.download(&state), golden.get(&after), tolerance);
@@ -181,20 +138,12 @@ fn recurrences<B: Backend>(b: &B, tolerance: f64) {
                 Some((earlier, state)) => {
                     let moved = t.apply(&state).expect("an operator of the same layer");
                     let sum: Vec<f64> = moved.to_f64().iter().zip(s.to_f64()).map(|(a, b)| a + b).collect();
-                    (
-                        earlier.then(&t).expect("operators of one layer"),
-                        HostTensor::from_f64(s.shape(), &sum),
-                    )
+                    (earlier.then(&t).expect("operators of one layer"), HostTensor::from_f64(s.shape(), &sum))
                 }
             });
         }
         let (t, s) = composed.expect("at least one segment");
-        close(
-            &label("T3 T2 T1"),
-            &blocks("T3 T2 T1", &t, heads),
-            golden.get("T_full"),
-            tolerance,
-        );
+        close(&label("T3 T2 T1"), &blocks("T3 T2 T1", &t, heads), golden.get("T_full"), tolerance);
         close(&label("composed S"), &s, golden.get("S_final"), tolerance);
     }
 }

@@ -43,11 +43,11 @@ pub struct Size {
 }
 
 impl Size {
-    /// The layers of Qwen3.5-0.8B, half as many, and a small vocabulary: about 215 million parameters.
-    pub fn half_0_8b() -> Self {
+    /// So many layers of the size of Qwen3.5-0.8B's (which has 24), and a small vocabulary: 22 million parameters each.
+    pub fn of_0_8b(layers: usize) -> Self {
         Size {
             hidden: 1024,
-            layers: 12,
+            layers,
             inner: 3584,
             key_heads: 16,
             value_heads: 16,

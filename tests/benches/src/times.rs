@@ -1,5 +1,6 @@
 //! Times of what is compared, taken in turns, and a table of them.
 
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Times of one thing, in milliseconds.
@@ -10,14 +11,6 @@ impl Times {
     /// Take one more.
     pub fn add(&mut self, time: Duration) {
         self.0.push(time.as_secs_f64() * 1e3);
-    }
-
-    /// Time `work`, and give what it gives.
-    pub fn of<T>(&mut self, work: impl FnOnce() -> T) -> T {
-        let begun = Instant::now();
-        let result = work();
-        self.add(begun.elapsed());
-        result
     }
 
     /// The least.
@@ -40,15 +33,38 @@ impl std::fmt::Display for Times {
     }
 }
 
+/// What time is taken by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clock {
+    /// Everybody's.
+    Wall,
+    /// What the calling thread had of a core, where the system tells, else the wall's.
+    Thread,
+}
+
+impl Clock {
+    fn now(self) -> Duration {
+        // Nanoseconds on a core, nanoseconds in a queue, time slices (Linux, proc(5)).
+        let told = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
+        let on_core = told.and_then(|line| line.split(' ').next()?.parse().ok());
+        match (self, on_core) {
+            (Clock::Thread, Some(nanos)) => Duration::from_nanos(nanos),
+            _ => START.get_or_init(Instant::now).elapsed(),
+        }
+    }
+}
+
+static START: OnceLock<Instant> = OnceLock::new();
+
 /// Times of several things in turns, after a turn that is not counted.
-pub fn alternate<const N: usize>(rounds: usize, mut work: [&mut dyn FnMut(); N]) -> [Times; N] {
+pub fn alternate<const N: usize>(clock: Clock, rounds: usize, mut work: [&mut dyn FnMut(); N]) -> [Times; N] {
     let mut times = std::array::from_fn(|_| Times::default());
     for round in 0..=rounds {
         for (times, work) in times.iter_mut().zip(&mut work) {
-            let begun = Instant::now();
+            let begun = clock.now();
             work();
             if round > 0 {
-                times.add(begun.elapsed());
+                times.add(clock.now() - begun);
             }
         }
     }
@@ -102,7 +118,8 @@ mod tests {
     #[test]
     fn turns_alternate_and_the_first_is_not_counted() {
         let order = std::cell::RefCell::new(Vec::new());
-        let [a, b] = alternate(2, [&mut || order.borrow_mut().push('a'), &mut || order.borrow_mut().push('b')]);
+        let [a, b] =
+            alternate(Clock::Wall, 2, [&mut || order.borrow_mut().push('a'), &mut || order.borrow_mut().push('b')]);
         assert_eq!(order.into_inner(), ['a', 'b', 'a', 'b', 'a', 'b']);
         assert_eq!((a.0.len(), b.0.len()), (2, 2));
     }

@@ -43,11 +43,7 @@ pub(super) fn attention(
     let (mut keys, mut farthest) = (0, 0);
     for (index, sequence) in sequences.iter().enumerate() {
         let rows = sequence.rows.len();
-        blocks.extend(
-            (0..rows)
-                .step_by(per_block)
-                .map(|start| (index, start..rows.min(start + per_block))),
-        );
+        blocks.extend((0..rows).step_by(per_block).map(|start| (index, start..rows.min(start + per_block))));
         keys += rows * (sequence.own.len() + sequence.spans.iter().map(|s| s.range.len()).sum::<usize>());
         let origins = sequence.spans.iter().map(|s| s.origin).chain([0]);
         let (low, high) = origins.fold((0, 0), |(low, high), o| (o.min(low), o.max(high)));
@@ -55,14 +51,8 @@ pub(super) fn attention(
             farthest = farthest.max((p - low).unsigned_abs()).max((p - high).unsigned_abs());
         }
     }
-    let pass = Pass {
-        isa,
-        shape,
-        group,
-        q,
-        turner: rope.map(|r| r.turner(farthest)),
-        out: Shared::new(out.data_mut()),
-    };
+    let pass =
+        Pass { isa, shape, group, q, turner: rope.map(|r| r.turner(farthest)), out: Shared::new(out.data_mut()) };
     let flops = 2 * keys * heads * (kv.d_k + kv.d_v);
     pool.run(blocks.len() * kv.heads, flops, |task| {
         let (index, rows) = &blocks[task / kv.heads];
@@ -75,52 +65,33 @@ fn check(shape: &AttentionShape, rope: Option<&CpuRope>, q: Cols<'_, Cpu>, seque
     let AttentionShape { heads, kv, .. } = *shape;
     assert!(
         kv.heads > 0 && heads.is_multiple_of(kv.heads),
-        "{heads} heads over {} key/value heads",
+        "attention of {heads} heads over {} key/value heads",
         kv.heads
     );
-    assert!(
-        q.mat.cols() >= q.col + heads * kv.d_k,
-        "columns of q: {:?}",
-        q.mat.shape()
-    );
+    assert!(q.mat.cols() >= q.col + heads * kv.d_k, "columns of q in attention: {:?}", q.mat.shape());
     if let Some(rope) = rope {
-        assert!(
-            rope.needs() <= kv.d_k,
-            "rotary dimensions up to {} of {}",
-            rope.needs(),
-            kv.d_k
-        );
+        assert!(rope.needs() <= kv.d_k, "attention with rotary dimensions up to {} of {}", rope.needs(), kv.d_k);
     }
     let dims = |store: &CpuKv| (store.shape().heads, store.shape().d_k, store.shape().d_v);
     for s in sequences {
         assert!(
             s.rows.start <= s.rows.end && s.rows.end <= q.mat.rows(),
-            "rows {:?} of {}",
+            "attention of rows {:?} of {}",
             s.rows,
             q.mat.rows()
         );
-        assert_eq!(s.positions.len(), s.rows.len(), "one position per row");
-        assert!(s.own.len() >= s.rows.len(), "the rows' own keys are not appended yet");
-        assert_eq!(dims(s.own), (kv.heads, kv.d_k, kv.d_v), "own keys and values");
+        assert_eq!(s.positions.len(), s.rows.len(), "attention takes one position per row");
+        assert!(s.own.len() >= s.rows.len(), "attention before the rows' own keys are appended");
+        assert_eq!(dims(s.own), (kv.heads, kv.d_k, kv.d_v), "own keys and values in attention");
         for span in &s.spans {
-            assert_eq!(dims(span.kv), (kv.heads, kv.d_k, kv.d_v), "keys and values of a span");
+            assert_eq!(dims(span.kv), (kv.heads, kv.d_k, kv.d_v), "keys and values of a span in attention");
             let (range, len) = (&span.range, span.kv.len());
-            assert!(
-                range.start <= range.end && range.end <= len,
-                "tokens {range:?} of {len}"
-            );
+            assert!(range.start <= range.end && range.end <= len, "attention to tokens {range:?} of {len}");
         }
     }
-    let mut ranges: Vec<_> = sequences
-        .iter()
-        .map(|s| s.rows.clone())
-        .filter(|r| !r.is_empty())
-        .collect();
+    let mut ranges: Vec<_> = sequences.iter().map(|s| s.rows.clone()).filter(|r| !r.is_empty()).collect();
     ranges.sort_by_key(|r| r.start);
-    assert!(
-        ranges.windows(2).all(|w| w[0].end <= w[1].start),
-        "a row is in two sequences"
-    );
+    assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "attention with a row in two sequences");
 }
 
 /// Buffers of a thread, a row per pair.
@@ -179,20 +150,9 @@ impl Pass<'_> {
         scratch.q.clear();
         for row in rows.clone() {
             let at = (sequence.rows.start + row) * self.q.mat.cols() + self.q.col + first_head * kv.d_k;
-            scratch.q.extend(
-                self.q.mat.data()[at..at + self.group * kv.d_k]
-                    .iter()
-                    .map(|x| x * scale),
-            );
+            scratch.q.extend(self.q.mat.data()[at..at + self.group * kv.d_k].iter().map(|x| x * scale));
         }
-        let Scratch {
-            max,
-            sum,
-            shrink,
-            added,
-            o,
-            ..
-        } = scratch;
+        let Scratch { max, sum, shrink, added, o, .. } = scratch;
         for (buffer, len, start) in [
             (max, pairs, f32::NEG_INFINITY),
             (sum, pairs, 0.0),
@@ -213,20 +173,12 @@ impl Pass<'_> {
                 continue;
             }
             self.turn(positions, span.origin, &mut turned_for, scratch);
-            let keys = Keys {
-                range: span.range.clone(),
-                from_row,
-                seen: span.range.len(),
-            };
+            let keys = Keys { range: span.range.clone(), from_row, seen: span.range.len() };
             self.fold_store(span.kv, kv_head, keys, scratch);
         }
         self.turn(positions, 0, &mut turned_for, scratch);
         let seen = sequence.own.len() - sequence.rows.len() + rows.start + 1;
-        let keys = Keys {
-            range: 0..seen + rows.len() - 1,
-            from_row: 0,
-            seen,
-        };
+        let keys = Keys { range: 0..seen + rows.len() - 1, from_row: 0, seen };
         self.fold_store(sequence.own, kv_head, keys, scratch);
 
         for (i, row) in rows.enumerate() {
@@ -300,53 +252,22 @@ impl Pass<'_> {
         let columns = (lead + block.len()).next_multiple_of(GROUP);
         let k = &plane.k[(block.start - lead) * d_k..][..columns * d_k];
         let v = &plane.v[block.start * d_v..block.end * d_v];
-        let q = Left {
-            data: &scratch.turned[first * d_k..],
-            row: d_k,
-            col: 1,
-        };
+        let q = Left { data: &scratch.turned[first * d_k..], row: d_k, col: 1 };
         let scores = &mut scratch.scores[..pairs * SCORE_COLS];
         let widen = size_of::<E>() < size_of::<f32>() && pairs > WIDEN_PAIRS;
         let size = [pairs, columns, d_k];
         if widen {
-            let k = Right {
-                data: widened(self.isa, k, &mut scratch.wide_k),
-                row: GROUP,
-                group: GROUP * d_k,
-            };
+            let k = Right { data: widened(self.isa, k, &mut scratch.wide_k), row: GROUP, group: GROUP * d_k };
             matmul(self.isa, size, q, k, Scale::Zero, scores, SCORE_COLS);
         } else {
-            let k = Right {
-                data: k,
-                row: GROUP,
-                group: GROUP * d_k,
-            };
+            let k = Right { data: k, row: GROUP, group: GROUP * d_k };
             matmul(self.isa, size, q, k, Scale::Zero, scores, SCORE_COLS);
         }
         let (max, sum) = (&mut scratch.max[first..], &mut scratch.sum[first..]);
         let (shrink, added) = (&mut scratch.shrink[first..], &mut scratch.added[first..]);
-        weights(
-            self.isa,
-            scores,
-            lead,
-            block.len(),
-            seen,
-            self.group,
-            max,
-            sum,
-            shrink,
-            added,
-        );
-        let weights = Left {
-            data: &scores[lead..],
-            row: SCORE_COLS,
-            col: 1,
-        };
-        let (size, scale, o) = (
-            [pairs, d_v, block.len()],
-            Scale::Rows(shrink),
-            &mut scratch.o[first * d_v..],
-        );
+        weights(self.isa, scores, lead, block.len(), seen, self.group, max, sum, shrink, added);
+        let weights = Left { data: &scores[lead..], row: SCORE_COLS, col: 1 };
+        let (size, scale, o) = ([pairs, d_v, block.len()], Scale::Rows(shrink), &mut scratch.o[first * d_v..]);
         if widen {
             let v = Right::rows(widened(self.isa, v, &mut scratch.wide_v), d_v);
             matmul(self.isa, size, weights, v, scale, o, d_v);

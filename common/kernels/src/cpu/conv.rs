@@ -51,12 +51,7 @@ pub(super) fn conv(
     let (rows, stride) = (x.mat.rows(), x.mat.cols());
     let (channels, kernel) = (weight.rows(), weight.cols());
     assert!(kernel > 0, "a convolution has at least one tap");
-    assert!(
-        x.col + channels <= stride,
-        "convolution of columns {}..{} of {stride}",
-        x.col,
-        x.col + channels
-    );
+    assert!(x.col + channels <= stride, "convolution of columns {}..{} of {stride}", x.col, x.col + channels);
     if let Some(bias) = bias {
         assert_eq!(bias.shape(), [channels], "bias of a convolution");
     }
@@ -89,12 +84,7 @@ pub(super) fn conv(
     let flops = walked * channels * (2 * kernel + SILU_FLOPS);
     let shared: Vec<(Shared<'_, f32>, Vec<SharedStep<'_>>)> = folds
         .iter_mut()
-        .map(|fold| {
-            (
-                Shared::new(fold.window.data_mut()),
-                fold.steps.iter_mut().map(share).collect(),
-            )
-        })
+        .map(|fold| (Shared::new(fold.window.data_mut()), fold.steps.iter_mut().map(share).collect()))
         .collect();
     let strips = channels.div_ceil(STRIP);
     pool.run(shared.len() * strips, flops, |task| {
@@ -179,11 +169,8 @@ fn convolve(layer: &Layer<'_>, rows: Range<usize>, taps: &[f32], recent: &mut [f
         recent[(history + i) * width..][..width].copy_from_slice(&input(rows.start + i)[..width]);
     }
     for (i, row) in rows.clone().enumerate() {
-        let (source, stride) = if i < first {
-            (&recent[i * width..], width)
-        } else {
-            (input(row - history), layer.stride)
-        };
+        let (source, stride) =
+            if i < first { (&recent[i * width..], width) } else { (input(row - history), layer.stride) };
         // SAFETY: each strip of each row belongs to one task.
         let out = unsafe { layer.out.part(at(layer, row, strip)) };
         convolve_row(layer.isa, source, stride, taps, out);

@@ -71,13 +71,7 @@ pub(super) fn gated_delta(
     folds: &mut [Fold<'_, Cpu>],
     out: &mut CpuTensor,
 ) {
-    let DeltaShape {
-        key_heads,
-        heads,
-        d_k,
-        d_v,
-        ..
-    } = shape;
+    let DeltaShape { key_heads, heads, d_k, d_v, .. } = shape;
     let rows = check(&shape, &inputs, folds);
     out.resize(&[inputs.qkv.rows(), heads * d_v]);
     let steps: usize = folds.iter().map(|f| f.steps.len()).sum();
@@ -87,12 +81,7 @@ pub(super) fn gated_delta(
     let shared = walks.len() * key_heads >= pool.split(flops);
     let per_task = if shared { heads / key_heads } else { 1 };
     let tasks_per_walk = heads / per_task;
-    let scan = Scan {
-        isa,
-        shape,
-        inputs,
-        out: Shared::new(out.data_mut()),
-    };
+    let scan = Scan { isa, shape, inputs, out: Shared::new(out.data_mut()) };
     pool.run(walks.len() * tasks_per_walk, flops, |task| {
         let first = task % tasks_per_walk * per_task;
         SCRATCH.with_borrow_mut(|scratch| {
@@ -103,52 +92,43 @@ pub(super) fn gated_delta(
 
 /// Check all shapes and that no row is in two steps; the number of rows in steps.
 fn check(shape: &DeltaShape, inputs: &DeltaInputs<'_, Cpu>, folds: &[Fold<'_, Cpu>]) -> usize {
-    let DeltaShape {
-        key_heads,
-        heads,
-        d_k,
-        d_v,
-        ..
-    } = *shape;
+    let DeltaShape { key_heads, heads, d_k, d_v, .. } = *shape;
     assert!(
         key_heads > 0 && heads.is_multiple_of(key_heads),
-        "{heads} heads over {key_heads} key heads"
+        "gated_delta of {heads} heads over {key_heads} key heads"
     );
     let (rows, channels) = (inputs.qkv.rows(), shape.channels());
-    assert_eq!(inputs.qkv.shape(), [rows, channels], "q, k and v");
+    assert_eq!(inputs.qkv.shape(), [rows, channels], "q, k and v of gated_delta");
     for (name, gate) in [("a", inputs.a), ("b", inputs.b)] {
         assert!(
             gate.mat.rows() >= rows && gate.mat.cols() >= gate.col + heads,
-            "{name}: {:?}",
+            "gate {name} of gated_delta: {:?}",
             gate.mat.shape()
         );
     }
-    assert_eq!(inputs.a_log.data().len(), heads, "a_log");
-    assert_eq!(inputs.dt_bias.data().len(), heads, "dt_bias");
+    assert_eq!(inputs.a_log.data().len(), heads, "a_log of gated_delta");
+    assert_eq!(inputs.dt_bias.data().len(), heads, "dt_bias of gated_delta");
     let state_shape = [heads, d_k, d_v];
     let mut ranges = Vec::new();
     for fold in folds {
-        assert_eq!(fold.state.shape(), state_shape, "state");
+        assert_eq!(fold.state.shape(), state_shape, "state of gated_delta");
         for step in &fold.steps {
             match step {
                 Step::Rows { rows: range, carry } => {
-                    assert!(
-                        range.start <= range.end && range.end <= rows,
-                        "rows {range:?} of {rows}"
-                    );
+                    assert!(range.start <= range.end && range.end <= rows, "gated_delta over rows {range:?} of {rows}");
                     if let Some(c) = carry {
-                        assert_eq!([c.heads, c.d_k, c.d_v], state_shape, "carry");
+                        assert_eq!([c.heads, c.d_k, c.d_v], state_shape, "carry of gated_delta");
                     }
                     ranges.push(range.clone());
                 }
                 Step::Jump { part, .. } => {
-                    assert_eq!(part.state.shape(), state_shape, "state of an entry");
+                    assert_eq!(part.state.shape(), state_shape, "state of an entry in gated_delta");
                     let want = match &part.transition {
                         Transition::Scalar(_) => vec![heads],
                         Transition::Diagonal(_) => vec![heads, d_k],
                         Transition::Dense(d) => vec![d.kept.len(), d_k, d_k],
                     };
-                    assert_eq!(part.transition.tensor().shape(), want, "operator of an entry");
+                    assert_eq!(part.transition.tensor().shape(), want, "operator of an entry in gated_delta");
                 }
                 Step::Save(_) => {}
             }
@@ -156,10 +136,7 @@ fn check(shape: &DeltaShape, inputs: &DeltaInputs<'_, Cpu>, folds: &[Fold<'_, Cp
     }
     ranges.retain(|r| !r.is_empty());
     ranges.sort_by_key(|r| r.start);
-    assert!(
-        ranges.windows(2).all(|w| w[0].end <= w[1].start),
-        "a row is in two steps"
-    );
+    assert!(ranges.windows(2).all(|w| w[0].end <= w[1].start), "gated_delta: a row is in two steps");
     ranges.iter().map(|r| r.len()).sum()
 }
 
@@ -176,16 +153,14 @@ pub(super) fn finish(
     state: &CpuTensor,
 ) -> (Transition<CpuTensor>, CpuTensor) {
     let CpuCarry { heads, d_k, d_v, .. } = carry;
-    assert_eq!(state.shape(), [heads, d_k, d_v], "state");
+    assert_eq!(state.shape(), [heads, d_k, d_v], "state of finish");
     for h in (0..heads).filter(|h| carry.phases[*h] == Phase::Fresh) {
         // A body without rows.
         identity(&mut carry.operator.data_mut()[h * d_k * d_k..(h + 1) * d_k * d_k], d_k);
         let of_head = h * d_k * d_v..(h + 1) * d_k * d_v;
         carry.before[of_head.clone()].copy_from_slice(&state.data()[of_head]);
     }
-    let kept: Vec<u32> = (0..heads as u32)
-        .filter(|h| carry.phases[*h as usize] != Phase::Decayed)
-        .collect();
+    let kept: Vec<u32> = (0..heads as u32).filter(|h| carry.phases[*h as usize] != Phase::Decayed).collect();
     let mut zero_start = state.clone();
     let (operators, before) = (carry.operator.data(), Shared::new(&mut carry.before));
     let to_state = Shared::new(zero_start.data_mut());
@@ -195,20 +170,8 @@ pub(super) fn finish(
         // SAFETY: every task has a head of its own.
         let (before, end) = unsafe { (before.part(of_head.clone()), to_state.part(of_head)) };
         loops::scale_by(isa, before, -1.0);
-        let left = Left {
-            data: &operators[h * d_k * d_k..],
-            row: d_k,
-            col: 1,
-        };
-        matmul(
-            isa,
-            [d_k, d_v, d_k],
-            left,
-            Right::rows(&*before, d_v),
-            Scale::All(1.0),
-            end,
-            d_v,
-        );
+        let left = Left { data: &operators[h * d_k * d_k..], row: d_k, col: 1 };
+        matmul(isa, [d_k, d_v, d_k], left, Right::rows(&*before, d_v), Scale::All(1.0), end, d_v);
     });
     let blocks = if kept.len() == heads {
         carry.operator

@@ -13,6 +13,9 @@ use super::matmul::{Element, GROUP};
 use super::{Cpu, CpuRope, Isa};
 use crate::{Cols, DeviceTensor, KvShape};
 
+/// Tokens whose keys lie together in the CPU backend: K of an entry takes whole blocks.
+pub const KEY_BLOCK: usize = GROUP;
+
 /// K and V of a stretch of tokens, in f32 or bf16.
 pub struct CpuKv {
     shape: KvShape,
@@ -77,14 +80,14 @@ impl CpuKv {
         rope: Option<&CpuRope>,
     ) {
         let KvShape { heads, d_k, d_v, .. } = self.shape;
-        assert_eq!(positions.len(), rows.len(), "one position per row");
+        assert_eq!(positions.len(), rows.len(), "kv_append takes one position per row");
         assert!(
             k.mat.cols() >= k.col + heads * d_k && v.mat.cols() >= v.col + heads * d_v,
-            "columns of k and v"
+            "columns of k and v in kv_append"
         );
-        assert!(rows.end <= k.mat.rows() && rows.end <= v.mat.rows(), "rows of k and v");
+        assert!(rows.end <= k.mat.rows() && rows.end <= v.mat.rows(), "rows of k and v in kv_append");
         if let Some(rope) = rope {
-            assert!(rope.needs() <= d_k, "rotary dimensions up to {} of {d_k}", rope.needs());
+            assert!(rope.needs() <= d_k, "kv_append with rotary dimensions up to {} of {d_k}", rope.needs());
         }
         let farthest = positions.iter().map(|p| p.unsigned_abs()).max().unwrap_or(0);
         let turner = rope.map(|r| r.turner(farthest));
@@ -98,21 +101,13 @@ impl CpuKv {
                 // Elementwise, so the same bits on all.
                 turner.turn(Isa::Portable, positions[i], d_k, &mut turned);
             }
-            self.put(
-                first + i,
-                &turned,
-                &v.mat.data()[row * v.mat.cols() + v.col..][..heads * d_v],
-            );
+            self.put(first + i, &turned, &v.mat.data()[row * v.mat.cols() + v.col..][..heads * d_v]);
         }
     }
 
     /// The tokens `range`, in no more memory than they need.
     pub(super) fn copy(&self, range: Range<usize>) -> Self {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "tokens {range:?} of {}",
-            self.len
-        );
+        assert!(range.start <= range.end && range.end <= self.len, "kv_copy of tokens {range:?} of {}", self.len);
         let KvShape { d_k, d_v, .. } = self.shape;
         let mut copy = CpuKv::new(self.shape);
         match (&self.planes, &mut copy.planes) {
@@ -126,7 +121,7 @@ impl CpuKv {
 
     /// Keep only the first `len` tokens.
     pub(super) fn truncate(&mut self, len: usize) {
-        assert!(len <= self.len, "{len} tokens of {}", self.len);
+        assert!(len <= self.len, "kv_truncate to {len} tokens of {}", self.len);
         let KvShape { d_k, d_v, .. } = self.shape;
         any_planes!(&mut self.planes, planes => for p in planes {
             p.k.truncate(len.next_multiple_of(GROUP) * d_k);
@@ -137,10 +132,7 @@ impl CpuKv {
 
     pub(super) fn download(&self) -> HostKv {
         let KvShape { heads, d_k, d_v, dtype } = self.shape;
-        let (mut k, mut v) = (
-            Vec::with_capacity(self.len * heads * d_k),
-            Vec::with_capacity(self.len * heads * d_v),
-        );
+        let (mut k, mut v) = (Vec::with_capacity(self.len * heads * d_k), Vec::with_capacity(self.len * heads * d_v));
         any_planes!(&self.planes, planes => for token in 0..self.len {
             for p in planes {
                 k.extend((0..d_k).map(|i| p.k[key_at(token, i, d_k)].widen()));
@@ -151,26 +143,19 @@ impl CpuKv {
             DType::Bf16 => HostTensor::from_f32_as_bf16([self.len, heads, width], values),
             _ => HostTensor::from_f32([self.len, heads, width], values),
         };
-        HostKv {
-            k: host(&k, d_k),
-            v: host(&v, d_v),
-        }
+        HostKv { k: host(&k, d_k), v: host(&v, d_v) }
     }
 
     pub(super) fn upload(kv: &HostKv, shape: KvShape) -> Self {
         let KvShape { heads, d_k, d_v, .. } = shape;
         let tokens = kv.k.shape().first().copied().unwrap_or(0);
-        assert_eq!(kv.k.shape(), [tokens, heads, d_k], "K");
-        assert_eq!(kv.v.shape(), [tokens, heads, d_v], "V");
+        assert_eq!(kv.k.shape(), [tokens, heads, d_k], "K of kv_upload");
+        assert_eq!(kv.v.shape(), [tokens, heads, d_v], "V of kv_upload");
         let (k, v) = (kv.k.to_f32(), kv.v.to_f32());
         let mut store = CpuKv::new(shape);
         store.grow(tokens);
         for token in 0..tokens {
-            store.put(
-                token,
-                &k[token * heads * d_k..][..heads * d_k],
-                &v[token * heads * d_v..][..heads * d_v],
-            );
+            store.put(token, &k[token * heads * d_k..][..heads * d_k], &v[token * heads * d_v..][..heads * d_v]);
         }
         store
     }

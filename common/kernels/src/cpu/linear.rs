@@ -56,23 +56,14 @@ impl CpuLinear {
         let k = parts[0].shape().last().copied().unwrap_or(0);
         for part in parts {
             let shape = part.shape();
-            assert!(
-                shape.len() == 2 && shape[1] == k,
-                "parts of a linear layer are [n, {k}], not {shape:?}"
-            );
+            assert!(shape.len() == 2 && shape[1] == k, "parts of a linear layer are [n, {k}], not {shape:?}");
         }
         let n = parts.iter().map(|part| part.shape()[0]).sum();
         let steps = steps(k, dtype);
         let mut lines = vec![Line([0; PANEL]); usize::div_ceil(n, PANEL) * steps];
         let mut first = 0;
         for part in parts {
-            let target = Target {
-                lines: &mut lines,
-                steps,
-                pairs: dtype == DType::Bf16,
-                first,
-                k,
-            };
+            let target = Target { lines: &mut lines, steps, pairs: dtype == DType::Bf16, first, k };
             match part.dtype() {
                 DType::F32 => target.fill(part, f32::from_le_bytes),
                 DType::Bf16 => target.fill(part, |b| bf16::from_le_bytes(b).to_f32()),
@@ -135,10 +126,7 @@ impl Target<'_> {
                     let values = &values[(row + i) * self.k..][..self.k];
                     for (step, line) in (block * PACK_STEPS..).zip(lines.iter_mut()) {
                         line.0[lane + i] = if self.pairs {
-                            pair(
-                                read(values[2 * step]),
-                                values.get(2 * step + 1).map_or(0.0, |v| read(*v)),
-                            )
+                            pair(read(values[2 * step]), values.get(2 * step + 1).map_or(0.0, |v| read(*v)))
                         } else {
                             read(values[step]).to_bits()
                         };
@@ -216,11 +204,7 @@ pub(super) fn linear(isa: Isa, pool: &Pool, w: &CpuLinear, x: &CpuTensor, out: &
     let mut rounded = ROUNDED.take();
     // The dot-product instruction takes pairs; without it there would be more to do to widen them each time.
     let pairs = isa == Isa::Avx512Bf16;
-    let words = if pairs {
-        w.k.div_ceil(2)
-    } else {
-        w.k.next_multiple_of(2)
-    };
+    let words = if pairs { w.k.div_ceil(2) } else { w.k.next_multiple_of(2) };
     rounded.resize(rounded.len().max(rows * words), 0);
     if w.k > 0 {
         let target = Shared::new(&mut rounded);
@@ -232,11 +216,7 @@ pub(super) fn linear(isa: Isa, pool: &Pool, w: &CpuLinear, x: &CpuTensor, out: &
             // SAFETY: the shares are disjoint.
             let out = unsafe { target.part(rows.start * words..rows.end * words) };
             let x = &x.data()[rows.start * w.k..rows.end * w.k];
-            if pairs {
-                round_to_pairs(isa, x, w.k, out)
-            } else {
-                round_in_f32(isa, x, w.k, out)
-            }
+            if pairs { round_to_pairs(isa, x, w.k, out) } else { round_in_f32(isa, x, w.k, out) }
         });
     }
     product(isa, pool, w, rounded.as_ptr(), rows, out, accumulate);
@@ -333,9 +313,7 @@ pub(super) fn embed(w: &CpuLinear, ids: &[u32], out: &mut CpuTensor) {
     for (&id, out) in ids.iter().zip(out.data_mut().chunks_exact_mut(w.k)) {
         let id = id as usize;
         assert!(id < w.n, "token id {id} of an embedding of {} rows", w.n);
-        let words = w.lines[id / PANEL * steps..][..steps]
-            .iter()
-            .map(|line| line.0[id % PANEL]);
+        let words = w.lines[id / PANEL * steps..][..steps].iter().map(|line| line.0[id % PANEL]);
         if w.dtype == DType::F32 {
             for (out, word) in out.iter_mut().zip(words) {
                 *out = f32::from_bits(word);

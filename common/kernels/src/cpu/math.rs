@@ -2,6 +2,8 @@
 //!
 //! The functions are branch-free, so that loops over them become SIMD code, and use multiplication and
 //! addition only (never fused), so that they have the same bits on every instruction set. NaN goes through.
+//! Largest errors found over the range, in units of the last place: `exp` 1.0, `sigmoid` 2.3, `silu` 2.9,
+//! `softplus` 2.8.
 
 /// Define a function that takes the [`Isa`](super::Isa) first and runs a body compiled for it.
 ///
@@ -149,6 +151,7 @@ mod tests {
             }
         }
         let (off, x) = worst;
+        println!("{name}: at most {off:.2} ulp, at {x}");
         assert!(off <= limit, "{name}({x}) = {:e} is off by {off} ulp", f(x));
     }
 
@@ -163,10 +166,7 @@ mod tests {
     #[test]
     fn ends_of_the_range_have_their_limits() {
         let (inf, big) = (f32::INFINITY, f32::MAX);
-        assert_eq!(
-            [exp(inf), exp(big), exp(-inf), exp(-big), exp(0.0)],
-            [inf, inf, 0.0, 0.0, 1.0]
-        );
+        assert_eq!([exp(inf), exp(big), exp(-inf), exp(-big), exp(0.0)], [inf, inf, 0.0, 0.0, 1.0]);
         assert_eq!([sigmoid(inf), sigmoid(-inf), sigmoid(0.0)], [1.0, 0.0, 0.5]);
         assert_eq!([silu(inf), silu(-inf), silu(-big), silu(big)], [inf, 0.0, 0.0, big]);
         assert_eq!([softplus(inf), softplus(-inf), softplus(big)], [inf, 0.0, big]);

@@ -15,7 +15,7 @@ pub(super) use simd::Element;
 use simd::{Plain, Simd};
 
 /// Columns of B that lie together; the next ones are `Matrix::group` elements further.
-pub const GROUP: usize = 16;
+pub(super) const GROUP: usize = 16;
 
 /// What C is multiplied by before the product is added.
 #[derive(Clone, Copy)]
@@ -47,11 +47,7 @@ pub(super) struct Right<'a, E> {
 impl<'a, E> Right<'a, E> {
     /// A row-major matrix.
     pub fn rows(data: &'a [E], row: usize) -> Self {
-        Right {
-            data,
-            row,
-            group: GROUP,
-        }
+        Right { data, row, group: GROUP }
     }
 }
 
@@ -73,10 +69,7 @@ pub(super) fn matmul<E: Element>(
     assert!((m - 1) * c_row + n <= c.len(), "C is too short");
     if k > 0 {
         assert!((m - 1) * a.row + (k - 1) * a.col < a.data.len(), "A is too short");
-        assert!(
-            (k - 1) * b.row + (n - 1) / GROUP * b.group + (n - 1) % GROUP < b.data.len(),
-            "B is too short"
-        );
+        assert!((k - 1) * b.row + (n - 1) / GROUP * b.group + (n - 1) % GROUP < b.data.len(), "B is too short");
     }
     let (scales, scale_step): (&[f32], usize) = match &scale {
         Scale::Zero => (&[], 0),
@@ -96,11 +89,7 @@ pub(super) fn matmul<E: Element>(
         b: b.data.as_ptr(),
         b_row: b.row,
         b_group: b.group,
-        scale: if scales.is_empty() {
-            std::ptr::null()
-        } else {
-            scales.as_ptr()
-        },
+        scale: if scales.is_empty() { std::ptr::null() } else { scales.as_ptr() },
         scale_step,
         c: c.as_mut_ptr(),
         c_row,
@@ -163,17 +152,18 @@ const BLOCK_ROWS: usize = 2 * TILE_ROWS;
 /// all rows.
 #[inline(always)]
 unsafe fn panels<V: Simd, E: Element, const NV: usize>(p: &Raw<E>) {
-    let steps = if p.m < BLOCK_ROWS {
-        p.k
-    } else {
-        (BLOCK_ELEMENTS / p.b_row.max(NV * V::LANES)).max(BLOCK_STEPS)
-    };
+    let steps = if p.m < BLOCK_ROWS { p.k } else { (BLOCK_ELEMENTS / p.b_row.max(NV * V::LANES)).max(BLOCK_STEPS) };
     // SAFETY: passed on; `lanes` keeps the last panel inside the matrices.
     unsafe {
         let mut j = 0;
         while p.n - j >= NV * V::LANES {
             column_blocks::<V, E, NV>(p, j, V::LANES, steps);
             j += NV * V::LANES;
+        }
+        // Narrow heads: with one vector of columns, a tile's few sums would wait for each other.
+        while p.n - j >= 2 * V::LANES {
+            column_blocks::<V, E, 2>(p, j, V::LANES, steps);
+            j += 2 * V::LANES;
         }
         while p.n > j {
             column_blocks::<V, E, 1>(p, j, (p.n - j).min(V::LANES), steps);
@@ -186,10 +176,7 @@ unsafe fn panels<V: Simd, E: Element, const NV: usize>(p: &Raw<E>) {
 unsafe fn column_blocks<V: Simd, E: Element, const NV: usize>(p: &Raw<E>, j: usize, lanes: usize, steps: usize) {
     // SAFETY: passed on; the blocks are parts of the whole.
     unsafe {
-        let mut block = Raw {
-            k: p.k.min(steps),
-            ..*p
-        };
+        let mut block = Raw { k: p.k.min(steps), ..*p };
         column_tiles::<V, E, NV>(&block, j, lanes);
         let mut done = block.k;
         while done < p.k {
@@ -232,11 +219,7 @@ unsafe fn tile<V: Simd, E: Element, const MR: usize, const NV: usize>(p: &Raw<E>
                 let scale = V::splat(*p.scale.add((i + r) * p.scale_step));
                 for (v, acc) in row.iter_mut().enumerate() {
                     let c = p.c.add((i + r) * p.c_row + j + v * V::LANES);
-                    let old = if partial {
-                        load_part(c as *const f32, lanes)
-                    } else {
-                        V::load(c)
-                    };
+                    let old = if partial { load_part(c as *const f32, lanes) } else { V::load(c) };
                     *acc = old.mul(scale);
                 }
             }
@@ -287,9 +270,7 @@ unsafe fn load_part<V: Simd, E: Element>(from: *const E, lanes: usize) -> V {
 
 /// Rows of a triangular matrix, a tile at a time.
 pub(super) fn tiles(rows: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..rows)
-        .step_by(TILE_ROWS)
-        .map(move |start| start..rows.min(start + TILE_ROWS))
+    (0..rows).step_by(TILE_ROWS).map(move |start| start..rows.min(start + TILE_ROWS))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The CPU backend: f32 activations, weights packed at load (f32 or bf16), SIMD chosen at run time.
 //!
-//! Work is split over a pool of its own (rayon), never so that a result depends on the split.
+//! Work is split over threads of its own, never so that a result depends on the split.
 
 mod attention;
 mod conv;
@@ -25,9 +25,8 @@ use crate::{
 
 pub use delta::CpuCarry;
 pub use isa::Isa;
-pub use kv::CpuKv;
+pub use kv::{CpuKv, KEY_BLOCK};
 pub use linear::CpuLinear;
-pub use matmul::GROUP as KEY_BLOCK;
 pub use rope::CpuRope;
 pub use tensor::CpuTensor;
 
@@ -78,7 +77,8 @@ impl Backend for Cpu {
     fn supports(&self, dtype: DType) -> bool {
         match dtype {
             DType::F32 => true,
-            DType::Bf16 => self.isa == Isa::Avx512Bf16,
+            // Where the CPU has bf16 products, models in bf16 are served so, even if widened weights are faster.
+            DType::Bf16 => matches!(self.isa, Isa::Avx512Bf16 | Isa::Avx512) && Isa::Avx512Bf16.available(),
             DType::F16 | DType::F64 => false,
         }
     }

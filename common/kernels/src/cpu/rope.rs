@@ -21,10 +21,7 @@ pub struct CpuRope {
 
 impl CpuRope {
     pub(super) fn new(spec: &RopeSpec) -> Self {
-        CpuRope {
-            spec: spec.clone(),
-            table: RwLock::default(),
-        }
+        CpuRope { spec: spec.clone(), table: RwLock::default() }
     }
 
     /// Dimensions of a head that the rotation needs to be there.
@@ -35,17 +32,11 @@ impl CpuRope {
     /// What turns vectors; quick for distances up to `farthest` either way.
     pub(super) fn turner(&self, farthest: u64) -> Turner<'_> {
         let pairs = self.spec.inv_freq.len();
-        let want = usize::try_from(farthest)
-            .unwrap_or(usize::MAX)
-            .saturating_add(1)
-            .min(TABLE_END);
+        let want = usize::try_from(farthest).unwrap_or(usize::MAX).saturating_add(1).min(TABLE_END);
         // A poisoned lock still guards a whole table: it is replaced at once.
         let table = Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner));
         if table.len() >= want * 2 * pairs {
-            return Turner {
-                spec: &self.spec,
-                table,
-            };
+            return Turner { spec: &self.spec, table };
         }
         let mut slot = self.table.write().unwrap_or_else(PoisonError::into_inner);
         let have = slot.len() / (2 * pairs);
@@ -59,10 +50,7 @@ impl CpuRope {
             }
             *slot = Arc::new(grown);
         }
-        Turner {
-            spec: &self.spec,
-            table: Arc::clone(&slot),
-        }
+        Turner { spec: &self.spec, table: Arc::clone(&slot) }
     }
 }
 
@@ -85,12 +73,7 @@ pub(super) struct Turner<'a> {
 impl Turner<'_> {
     /// Turn each of `heads`, `width` numbers long, by `position`.
     pub fn turn(&self, isa: Isa, position: i64, width: usize, heads: &mut [f32]) {
-        let RopeSpec {
-            offset,
-            inv_freq,
-            interleaved,
-            ..
-        } = self.spec;
+        let RopeSpec { offset, inv_freq, interleaved, .. } = self.spec;
         let per_position = 2 * inv_freq.len();
         let distance = position.unsigned_abs();
         let computed;
@@ -146,12 +129,7 @@ mod tests {
 
     fn spec(interleaved: bool, scale: f64) -> RopeSpec {
         let inv_freq = (0..5).map(|i| 10_000f64.powf(-f64::from(i) / 5.0)).collect();
-        RopeSpec {
-            offset: 3,
-            inv_freq,
-            interleaved,
-            scale,
-        }
+        RopeSpec { offset: 3, inv_freq, interleaved, scale }
     }
 
     #[test]
@@ -168,11 +146,7 @@ mod tests {
                         let (x, y) = (&before[head * 16..], &got[head * 16..]);
                         let mut want: Vec<f64> = x[..16].iter().map(|x| f64::from(*x)).collect();
                         for (i, freq) in spec.inv_freq.iter().enumerate() {
-                            let (a, b) = if interleaved {
-                                (3 + 2 * i, 4 + 2 * i)
-                            } else {
-                                (3 + i, 8 + i)
-                            };
+                            let (a, b) = if interleaved { (3 + 2 * i, 4 + 2 * i) } else { (3 + i, 8 + i) };
                             let (sin, cos) = (position as f64 * freq).sin_cos();
                             let (u, v) = (f64::from(x[a]), f64::from(x[b]));
                             want[a] = 1.25 * (u * cos - v * sin);
@@ -194,9 +168,7 @@ mod tests {
         for position in [0i64, 900, -1500, 40_000] {
             let (mut x, mut y) = (vec![0.3; 13], vec![0.3; 13]);
             small.turner(0).turn(Isa::best(), position, 13, &mut x);
-            large
-                .turner(position.unsigned_abs())
-                .turn(Isa::best(), position, 13, &mut y);
+            large.turner(position.unsigned_abs()).turn(Isa::best(), position, 13, &mut y);
             assert_eq!(x, y);
         }
     }

@@ -133,12 +133,7 @@ fn columns<'a>(cols: Cols<'a, Cpu>, row: usize, width: usize) -> &'a [f32] {
 fn check_columns(what: &str, cols: Cols<'_, Cpu>, rows: usize, width: usize) {
     let shape = cols.mat.shape();
     let fits = shape.len() == 2 && shape[0] == rows && cols.col + width <= shape[1];
-    assert!(
-        fits,
-        "{what} of {rows} rows reads columns {}..{} of {shape:?}",
-        cols.col,
-        cols.col + width
-    );
+    assert!(fits, "{what} of {rows} rows reads columns {}..{} of {shape:?}", cols.col, cols.col + width);
 }
 
 /// `out [index, k]`: the rows `index` of `x [rows, k]`.
@@ -157,7 +152,7 @@ pub(super) fn gather(x: &CpuTensor, index: &[usize], out: &mut CpuTensor) {
 /// `out = x / sqrt(mean(x^2) + eps) * weight`, a row at a time.
 pub(super) fn rms_norm(isa: Isa, pool: &Pool, x: &CpuTensor, weight: &CpuTensor, eps: f32, out: &mut CpuTensor) {
     let (rows, width) = (x.rows(), x.cols());
-    assert_eq!(weight.shape(), [width], "weight of an rms-norm");
+    assert_eq!(weight.shape(), [width], "weight of rms_norm");
     out.resize(&[rows, width]);
     each_row(pool, out.data_mut(), width, NORM_FLOPS, |row, out| {
         norm_row(isa, &x.data()[row * width..][..width], weight.data(), eps, out);
@@ -175,11 +170,7 @@ pub(super) fn head_norm(
     eps: f32,
 ) {
     let (width, cols) = (heads * weight.cols(), x.cols());
-    assert!(
-        col + width <= cols,
-        "head norm of columns {col}..{} of {cols}",
-        col + width
-    );
+    assert!(col + width <= cols, "head_norm of columns {col}..{} of {cols}", col + width);
     if width == 0 {
         return;
     }
@@ -202,9 +193,7 @@ pub(super) fn silu_mul(isa: Isa, pool: &Pool, x: &CpuTensor, out: &mut CpuTensor
 pub(super) fn gate(isa: Isa, pool: &Pool, x: &mut CpuTensor, g: Cols<'_, Cpu>, gate: Gate) {
     let (rows, width) = (x.rows(), x.cols());
     check_columns("gate", g, rows, width);
-    each_row(pool, x.data_mut(), width, GATE_FLOPS, |row, x| {
-        gate_row(isa, x, columns(g, row, width), gate)
-    });
+    each_row(pool, x.data_mut(), width, GATE_FLOPS, |row, x| gate_row(isa, x, columns(g, row, width), gate));
 }
 
 /// `out = norm(o) * weight * gate(g)`, the norm over each `weight.len()` columns.
@@ -220,16 +209,13 @@ pub(super) fn gated_norm(
     out: &mut CpuTensor,
 ) {
     let (rows, width) = (o.rows(), o.cols());
-    check_columns("gated norm", g, rows, width);
+    check_columns("gated_norm", g, rows, width);
     out.resize(&[rows, width]);
     if width == 0 {
         return;
     }
     let head = weight.cols();
-    assert!(
-        head > 0 && width.is_multiple_of(head),
-        "gated norm of {width} columns in heads of {head}"
-    );
+    assert!(head > 0 && width.is_multiple_of(head), "gated_norm of {width} columns in heads of {head}");
     each_row(pool, out.data_mut(), width, NORM_FLOPS + GATE_FLOPS, |row, out| {
         let o = &o.data()[row * width..][..width];
         gated_norm_row(isa, o, weight.data(), eps, columns(g, row, width), gate, out);

@@ -14,11 +14,7 @@ pub(super) fn attention<R: Real>(
     out: &mut RefTensor<R>,
 ) {
     let AttentionShape { heads, kv, .. } = shape;
-    assert!(
-        kv.heads > 0 && heads % kv.heads == 0,
-        "attention: {heads} heads are no multiple of {}",
-        kv.heads
-    );
+    assert!(kv.heads > 0 && heads % kv.heads == 0, "attention: {heads} heads are no multiple of {}", kv.heads);
     let rows = q.mat.shape[0];
     out.resize(&[rows, heads * kv.d_v]);
     for sequence in sequences {
@@ -36,35 +32,13 @@ pub(super) fn attention<R: Real>(
 
 fn check_sequence<R: Real>(shape: AttentionShape, sequence: &AttentionRows<'_, Reference<R>>, rows: usize) {
     const OP: &str = "attention";
-    let AttentionRows {
-        rows: range,
-        positions,
-        spans,
-        own,
-    } = sequence;
+    let AttentionRows { rows: range, positions, spans, own } = sequence;
     check::range(OP, "rows", range, rows);
-    assert_eq!(
-        positions.len(),
-        range.len(),
-        "{OP}: {} positions for rows {range:?}",
-        positions.len()
-    );
-    assert_eq!(
-        own.shape, shape.kv,
-        "{OP}: own K/V are {:?}, the layer's {:?}",
-        own.shape, shape.kv
-    );
-    assert!(
-        own.len() >= range.len(),
-        "{OP}: {} own tokens for rows {range:?}: append them first",
-        own.len()
-    );
+    assert_eq!(positions.len(), range.len(), "{OP}: {} positions for rows {range:?}", positions.len());
+    assert_eq!(own.shape, shape.kv, "{OP}: own K/V are {:?}, the layer's {:?}", own.shape, shape.kv);
+    assert!(own.len() >= range.len(), "{OP}: {} own tokens for rows {range:?}: append them first", own.len());
     for span in spans {
-        assert_eq!(
-            span.kv.shape, shape.kv,
-            "{OP}: a span's K/V are {:?}, the layer's {:?}",
-            span.kv.shape, shape.kv
-        );
+        assert_eq!(span.kv.shape, shape.kv, "{OP}: a span's K/V are {:?}, the layer's {:?}", span.kv.shape, shape.kv);
         check::range(OP, "span", &span.range, span.kv.len());
     }
 }

@@ -9,12 +9,7 @@ use crate::{Cols, DeviceTensor};
 
 /// `t` must have exactly this shape.
 pub(super) fn shape<R: Real>(op: &str, name: &str, t: &RefTensor<R>, want: &[usize]) {
-    assert_eq!(
-        t.shape(),
-        want,
-        "{op}: {name} has shape {:?}, needs {want:?}",
-        t.shape()
-    );
+    assert_eq!(t.shape(), want, "{op}: {name} has shape {:?}, needs {want:?}", t.shape());
 }
 
 /// `t` must be a matrix; returns its extents.
@@ -29,23 +24,11 @@ pub(super) fn matrix<R: Real>(op: &str, name: &str, t: &RefTensor<R>) -> (usize,
 pub(super) fn cols<'a, R: Real>(op: &str, name: &str, c: Cols<'a, Reference<R>>, width: usize) -> Columns<'a, R> {
     let (_, all) = matrix(op, name, c.mat);
     let shape = c.mat.shape();
-    assert!(
-        c.col + width <= all,
-        "{op}: {name} {shape:?} has no columns {}..{}",
-        c.col,
-        c.col + width
-    );
-    Columns {
-        mat: c.mat,
-        col: c.col,
-        width,
-    }
+    assert!(c.col + width <= all, "{op}: {name} {shape:?} has no columns {}..{}", c.col, c.col + width);
+    Columns { mat: c.mat, col: c.col, width }
 }
 
 /// `range` must lie in `0..len`.
 pub(super) fn range(op: &str, name: &str, range: &Range<usize>, len: usize) {
-    assert!(
-        range.start <= range.end && range.end <= len,
-        "{op}: {name} {range:?} is not within 0..{len}"
-    );
+    assert!(range.start <= range.end && range.end <= len, "{op}: {name} {range:?} is not within 0..{len}");
 }

@@ -39,13 +39,7 @@ struct Inputs<'a, R: Real> {
 
 impl<R: Real> Inputs<'_, R> {
     fn token(&self, row: usize, head: usize) -> Token<R> {
-        let DeltaShape {
-            key_heads,
-            heads,
-            d_k,
-            d_v,
-            beta_scale,
-        } = self.shape;
+        let DeltaShape { key_heads, heads, d_k, d_v, beta_scale } = self.shape;
         let qkv = self.qkv.row(row);
         let (q, kv) = qkv.split_at(key_heads * d_k);
         let (k, v) = kv.split_at(key_heads * d_k);
@@ -78,35 +72,16 @@ pub(super) fn gated_delta<R: Real>(
     out: &mut RefTensor<R>,
 ) {
     const OP: &str = "gated_delta";
-    let DeltaShape {
-        key_heads,
-        heads,
-        d_k,
-        d_v,
-        ..
-    } = shape;
-    assert!(
-        key_heads > 0 && heads % key_heads == 0,
-        "{OP}: {heads} heads are no multiple of {key_heads} key heads"
-    );
+    let DeltaShape { key_heads, heads, d_k, d_v, .. } = shape;
+    assert!(key_heads > 0 && heads % key_heads == 0, "{OP}: {heads} heads are no multiple of {key_heads} key heads");
     let (rows, _) = check::matrix(OP, "qkv", inputs.qkv);
     check::shape(OP, "qkv", inputs.qkv, &[rows, shape.channels()]);
     check::shape(OP, "a_log", inputs.a_log, &[heads]);
     check::shape(OP, "dt_bias", inputs.dt_bias, &[heads]);
-    let (a, b) = (
-        check::cols(OP, "a", inputs.a, heads),
-        check::cols(OP, "b", inputs.b, heads),
-    );
+    let (a, b) = (check::cols(OP, "a", inputs.a, heads), check::cols(OP, "b", inputs.b, heads));
     check::shape(OP, "a", a.mat, &[rows, a.mat.cols()]);
     check::shape(OP, "b", b.mat, &[rows, b.mat.cols()]);
-    let inputs = Inputs {
-        shape,
-        qkv: inputs.qkv,
-        b,
-        a,
-        a_log: inputs.a_log,
-        dt_bias: inputs.dt_bias,
-    };
+    let inputs = Inputs { shape, qkv: inputs.qkv, b, a, a_log: inputs.a_log, dt_bias: inputs.dt_bias };
 
     out.resize(&[rows, heads * d_v]);
     for fold in folds {
@@ -179,19 +154,13 @@ impl<R: Real> RefCarry<R> {
         for head in transition.data.chunks_mut(d_k * d_k) {
             head.iter_mut().step_by(d_k + 1).for_each(|x| *x = R::ONE);
         }
-        RefCarry {
-            transition,
-            zero_start: RefTensor::filled(&[heads, d_k, d_v], R::ZERO),
-        }
+        RefCarry { transition, zero_start: RefTensor::filled(&[heads, d_k, d_v], R::ZERO) }
     }
 
     /// `T <- A T` with `A = decay (I - beta k k^T)`, and the zero-start state like any state.
     fn advance(&mut self, head: usize, token: &Token<R>) {
         let (d_k, d_v) = (token.k.len(), token.v.len());
-        advance(
-            &mut self.zero_start.data[head * d_k * d_v..(head + 1) * d_k * d_v],
-            token,
-        );
+        advance(&mut self.zero_start.data[head * d_k * d_v..(head + 1) * d_k * d_v], token);
 
         let mut a = vec![R::ZERO; d_k * d_k];
         for i in 0..d_k {
@@ -207,9 +176,7 @@ impl<R: Real> RefCarry<R> {
     /// The operator without decayed heads, and the zero-start state.
     pub(super) fn finish(self, state: &RefTensor<R>) -> (Transition<RefTensor<R>>, RefTensor<R>) {
         check::shape("finish", "state", state, &self.zero_start.shape);
-        let [heads, d_k, _] = self.transition.shape[..] else {
-            unreachable!("an operator has three axes")
-        };
+        let [heads, d_k, _] = self.transition.shape[..] else { unreachable!("an operator has three axes") };
         let mut kept = Vec::new();
         let mut blocks = Vec::new();
         for (head, block) in self.transition.data.chunks(d_k * d_k).enumerate() {
@@ -245,9 +212,7 @@ fn add<R: Real>(state: &mut RefTensor<R>, other: &RefTensor<R>) {
 
 /// `S <- T S`, omitted operators being zero.
 fn apply<R: Real>(transition: &Transition<RefTensor<R>>, state: &mut RefTensor<R>) {
-    let [heads, d_k, d_v] = state.shape[..] else {
-        unreachable!("a state has three axes")
-    };
+    let [heads, d_k, d_v] = state.shape[..] else { unreachable!("a state has three axes") };
     match transition {
         Transition::Scalar(t) => {
             check::shape("jump", "scalar operator", t, &[heads]);
@@ -263,11 +228,7 @@ fn apply<R: Real>(transition: &Transition<RefTensor<R>>, state: &mut RefTensor<R
         }
         Transition::Dense(dense) => {
             check::shape("jump", "dense operator", &dense.blocks, &[dense.kept.len(), d_k, d_k]);
-            assert_eq!(
-                dense.heads, heads,
-                "jump: an operator of {} heads on a state {:?}",
-                dense.heads, state.shape
-            );
+            assert_eq!(dense.heads, heads, "jump: an operator of {} heads on a state {:?}", dense.heads, state.shape);
             for (head, s) in state.data.chunks_mut(d_k * d_v).enumerate() {
                 match dense.kept.iter().position(|kept| *kept as usize == head) {
                     Some(i) => {

@@ -20,11 +20,7 @@ pub struct RefKv<R> {
 
 impl<R: Real> RefKv<R> {
     pub(super) fn new(shape: KvShape) -> Self {
-        RefKv {
-            shape,
-            k: Vec::new(),
-            v: Vec::new(),
-        }
+        RefKv { shape, k: Vec::new(), v: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -51,12 +47,7 @@ impl<R: Real> RefKv<R> {
     ) {
         check::range("kv_append", "rows of k", &rows, k.mat.shape[0]);
         check::range("kv_append", "rows of v", &rows, v.mat.shape[0]);
-        assert_eq!(
-            positions.len(),
-            rows.len(),
-            "kv_append: {} positions for rows {rows:?}",
-            positions.len()
-        );
+        assert_eq!(positions.len(), rows.len(), "kv_append: {} positions for rows {rows:?}", positions.len());
         let KvShape { d_k, dtype, .. } = self.shape;
         for (row, &position) in rows.zip(positions) {
             for key in k.row(row).chunks(d_k) {
@@ -99,10 +90,7 @@ impl<R: Real> RefKv<R> {
                 DType::F32 | DType::F16 => HostTensor::from_f32(shape, &narrow()),
             }
         };
-        HostKv {
-            k: host(d_k, &self.k),
-            v: host(d_v, &self.v),
-        }
+        HostKv { k: host(d_k, &self.k), v: host(d_v, &self.v) }
     }
 
     pub(super) fn upload(kv: &HostKv, shape: KvShape) -> Self {
@@ -110,19 +98,10 @@ impl<R: Real> RefKv<R> {
         let tokens = kv.k.shape().first().copied().unwrap_or(0);
         let read = |name: &str, t: &HostTensor, d: usize| {
             let want = [tokens, heads, d];
-            assert_eq!(
-                t.shape(),
-                want,
-                "kv_upload: {name} has shape {:?}, needs {want:?}",
-                t.shape()
-            );
+            assert_eq!(t.shape(), want, "kv_upload: {name} has shape {:?}, needs {want:?}", t.shape());
             R::read(t).into_iter().map(|x| x.round_to(dtype)).collect()
         };
-        RefKv {
-            shape,
-            k: read("k", &kv.k, d_k),
-            v: read("v", &kv.v, d_v),
-        }
+        RefKv { shape, k: read("k", &kv.k, d_k), v: read("v", &kv.v, d_v) }
     }
 }
 
@@ -141,32 +120,17 @@ pub struct RefRope<R> {
 
 impl<R: Real> RefRope<R> {
     pub(super) fn new(spec: &RopeSpec) -> Self {
-        RefRope {
-            spec: spec.clone(),
-            working: PhantomData,
-        }
+        RefRope { spec: spec.clone(), working: PhantomData }
     }
 
     /// Turn the head `x` to `position`.
     pub(super) fn rotate(&self, x: &mut [R], position: i64) {
-        let RopeSpec {
-            offset,
-            inv_freq,
-            interleaved,
-            scale,
-        } = &self.spec;
+        let RopeSpec { offset, inv_freq, interleaved, scale } = &self.spec;
         let pairs = inv_freq.len();
-        assert!(
-            offset + 2 * pairs <= x.len(),
-            "rope: {pairs} pairs from dimension {offset} of a head of {}",
-            x.len()
-        );
+        assert!(offset + 2 * pairs <= x.len(), "rope: {pairs} pairs from dimension {offset} of a head of {}", x.len());
         for (i, freq) in inv_freq.iter().enumerate() {
-            let (first, second) = if *interleaved {
-                (offset + 2 * i, offset + 2 * i + 1)
-            } else {
-                (offset + i, offset + i + pairs)
-            };
+            let (first, second) =
+                if *interleaved { (offset + 2 * i, offset + 2 * i + 1) } else { (offset + i, offset + i + pairs) };
             let (sin, cos) = (position as f64 * freq).sin_cos();
             let (sin, cos) = (R::from_f64(sin * scale), R::from_f64(cos * scale));
             let (a, b) = (x[first], x[second]);

@@ -16,42 +16,21 @@ pub struct RefLinear<R> {
 
 impl<R: Real> RefLinear<R> {
     pub(super) fn pack(parts: &[HostTensor], dtype: DType) -> Self {
-        let k = parts
-            .first()
-            .expect("pack: at least one part")
-            .shape()
-            .last()
-            .copied()
-            .unwrap_or(0);
+        let k = parts.first().expect("pack: at least one part").shape().last().copied().unwrap_or(0);
         let mut data = Vec::new();
         let mut n = 0;
         for part in parts {
             let shape = part.shape();
-            assert!(
-                shape.len() == 2 && shape[1] == k,
-                "pack: a part has shape {shape:?}, needs [n, {k}]"
-            );
+            assert!(shape.len() == 2 && shape[1] == k, "pack: a part has shape {shape:?}, needs [n, {k}]");
             n += shape[0];
             data.extend(R::read(part).into_iter().map(|w| w.round_to(dtype)));
         }
-        RefLinear {
-            weight: RefTensor::new(&[n, k], data),
-            dtype,
-        }
+        RefLinear { weight: RefTensor::new(&[n, k], data), dtype }
     }
 
     /// `sum_k x[k] W[j, k]` for every j; a 16-bit dtype rounds the activations as well.
     fn product(&self, x: &[R], mut each: impl FnMut(usize, R)) {
-        let x: Vec<R> = x
-            .iter()
-            .map(|v| {
-                if self.dtype.size() == 2 {
-                    v.round_to(self.dtype)
-                } else {
-                    *v
-                }
-            })
-            .collect();
+        let x: Vec<R> = x.iter().map(|v| if self.dtype.size() == 2 { v.round_to(self.dtype) } else { *v }).collect();
         for j in 0..self.weight.shape[0] {
             each(j, x.iter().zip(self.weight.row(j)).map(|(x, w)| *x * *w).sum());
         }
@@ -59,9 +38,7 @@ impl<R: Real> RefLinear<R> {
 
     pub(super) fn linear(&self, x: &RefTensor<R>, out: &mut RefTensor<R>) {
         let (rows, k) = check::matrix("linear", "x", x);
-        let [n, want] = self.weight.shape[..] else {
-            unreachable!("a packed weight is a matrix")
-        };
+        let [n, want] = self.weight.shape[..] else { unreachable!("a packed weight is a matrix") };
         assert_eq!(k, want, "linear: x {:?} against weight [{n}, {want}]", x.shape);
         out.resize(&[rows, n]);
         for i in 0..rows {
@@ -72,9 +49,7 @@ impl<R: Real> RefLinear<R> {
 
     pub(super) fn linear_add(&self, x: &RefTensor<R>, acc: &mut RefTensor<R>) {
         let (rows, k) = check::matrix("linear_add", "x", x);
-        let [n, want] = self.weight.shape[..] else {
-            unreachable!("a packed weight is a matrix")
-        };
+        let [n, want] = self.weight.shape[..] else { unreachable!("a packed weight is a matrix") };
         assert_eq!(k, want, "linear_add: x {:?} against weight [{n}, {want}]", x.shape);
         check::shape("linear_add", "acc", acc, &[rows, n]);
         for i in 0..rows {
@@ -84,9 +59,7 @@ impl<R: Real> RefLinear<R> {
     }
 
     pub(super) fn embed(&self, ids: &[u32], out: &mut RefTensor<R>) {
-        let [n, k] = self.weight.shape[..] else {
-            unreachable!("a packed weight is a matrix")
-        };
+        let [n, k] = self.weight.shape[..] else { unreachable!("a packed weight is a matrix") };
         out.resize(&[ids.len(), k]);
         for (i, &id) in ids.iter().enumerate() {
             assert!((id as usize) < n, "embed: id {id} is no row of weight [{n}, {k}]");

@@ -74,11 +74,7 @@ pub trait Real:
 
     /// `ln(1 + exp(x))` without overflow.
     fn softplus(self) -> Self {
-        if self > Self::ZERO {
-            self + (-self).exp().ln_1p()
-        } else {
-            self.exp().ln_1p()
-        }
+        if self > Self::ZERO { self + (-self).exp().ln_1p() } else { self.exp().ln_1p() }
     }
 }
 

@@ -44,12 +44,7 @@ pub(super) fn head_norm<R: Real>(x: &mut RefTensor<R>, col: usize, heads: usize,
     let (rows, k) = check::matrix("head_norm", "x", x);
     let d = weight.data.len();
     check::shape("head_norm", "weight", weight, &[d]);
-    assert!(
-        col + heads * d <= k,
-        "head_norm: x {:?} has no columns {col}..{}",
-        x.shape(),
-        col + heads * d
-    );
+    assert!(col + heads * d <= k, "head_norm: x {:?} has no columns {col}..{}", x.shape(), col + heads * d);
     for i in 0..rows {
         for head in x.row_mut(i)[col..col + heads * d].chunks_mut(d) {
             normalise(head, &weight.data, eps);
@@ -59,11 +54,7 @@ pub(super) fn head_norm<R: Real>(x: &mut RefTensor<R>, col: usize, heads: usize,
 
 pub(super) fn silu_mul<R: Real>(x: &RefTensor<R>, out: &mut RefTensor<R>) {
     let (rows, two_f) = check::matrix("silu_mul", "x", x);
-    assert!(
-        two_f % 2 == 0,
-        "silu_mul: x {:?} needs an even number of columns",
-        x.shape()
-    );
+    assert!(two_f % 2 == 0, "silu_mul: x {:?} needs an even number of columns", x.shape());
     let f = two_f / 2;
     out.resize(&[rows, f]);
     for i in 0..rows {
@@ -95,11 +86,7 @@ pub(super) fn gated_norm<R: Real>(
     let (rows, k) = check::matrix("gated_norm", "o", o);
     let d = weight.data.len();
     check::shape("gated_norm", "weight", weight, &[d]);
-    assert!(
-        d > 0 && k % d == 0,
-        "gated_norm: o {:?} is not made of heads of {d}",
-        o.shape()
-    );
+    assert!(d > 0 && k % d == 0, "gated_norm: o {:?} is not made of heads of {d}", o.shape());
     check::shape("gated_norm", "g", g.mat, &[rows, g.mat.cols()]);
     out.copy_from(o);
     for i in 0..rows {

@@ -15,23 +15,12 @@ pub struct RefTensor<R> {
 impl<R: Real> RefTensor<R> {
     /// A tensor over `data`.
     pub(super) fn new(shape: &[usize], data: Vec<R>) -> Self {
-        assert_eq!(
-            data.len(),
-            shape.iter().product::<usize>(),
-            "a tensor {shape:?} of {} elements",
-            data.len()
-        );
-        RefTensor {
-            shape: shape.to_vec(),
-            data,
-        }
+        assert_eq!(data.len(), shape.iter().product::<usize>(), "a tensor {shape:?} of {} elements", data.len());
+        RefTensor { shape: shape.to_vec(), data }
     }
 
     pub(super) fn filled(shape: &[usize], value: R) -> Self {
-        RefTensor {
-            shape: shape.to_vec(),
-            data: vec![value; shape.iter().product()],
-        }
+        RefTensor { shape: shape.to_vec(), data: vec![value; shape.iter().product()] }
     }
 
     pub(super) fn alloc(shape: &[usize]) -> Self {
@@ -54,10 +43,7 @@ impl<R: Real> RefTensor<R> {
     }
 
     pub(super) fn upload(t: &HostTensor) -> Self {
-        RefTensor {
-            shape: t.shape().to_vec(),
-            data: R::read(t),
-        }
+        RefTensor { shape: t.shape().to_vec(), data: R::read(t) }
     }
 
     pub(super) fn download(&self) -> HostTensor {

@@ -43,28 +43,12 @@ pub fn attention_matches<B: Backend>(b: &B) {
                     from_row,
                 });
             }
-            sequences.push(Sequence {
-                rows,
-                positions,
-                spans,
-                earlier,
-            });
+            sequences.push(Sequence { rows, positions, spans, earlier });
         }
         let rows = next + rng.below(3);
         let (q, q_col) = queries(&mut rng, shape, rows);
-        let label = format!(
-            "{} attention seed={seed} {shape:?} {rope:?} {sequences:?}",
-            b.kernel_set()
-        );
-        let case = Case {
-            shape,
-            rope,
-            q,
-            q_col,
-            stores,
-            own,
-            sequences,
-        };
+        let label = format!("{} attention seed={seed} {shape:?} {rope:?} {sequences:?}", b.kernel_set());
+        let case = Case { shape, rope, q, q_col, stores, own, sequences };
         for (got, want) in run(b, &case).iter().zip(&run(&r, &case)) {
             close(&label, got, want, TOLERANCE);
         }
@@ -78,25 +62,11 @@ pub fn block_edges_match<B: Backend>(b: &B) {
         for rows in [1, 2, 3, 9] {
             for dtype in [DType::F32, DType::Bf16] {
                 let mut rng = Rng::new(3100 + keys as u64);
-                let kv = KvShape {
-                    heads: 2,
-                    d_k: 16,
-                    d_v: 24,
-                    dtype,
-                };
-                let shape = AttentionShape {
-                    heads: 4,
-                    kv,
-                    scale: 0.25,
-                };
+                let kv = KvShape { heads: 2, d_k: 16, d_v: 24, dtype };
+                let shape = AttentionShape { heads: 4, kv, scale: 0.25 };
                 let mut case = simple(&mut rng, shape, rows, keys - 1, 500);
                 case.stores = vec![store(&mut rng, kv, keys + 3)];
-                let span = SpanCase {
-                    store: 0,
-                    range: 2..2 + keys,
-                    origin: 77,
-                    from_row: rows / 2,
-                };
+                let span = SpanCase { store: 0, range: 2..2 + keys, origin: 77, from_row: rows / 2 };
                 case.sequences[0].spans = vec![span];
                 let label = format!("{} attention keys={keys} rows={rows} {dtype}", b.kernel_set());
                 close(&label, &run(b, &case)[0], &run(&r, &case)[0], TOLERANCE);
@@ -110,12 +80,7 @@ pub fn far_positions_match<B: Backend>(b: &B) {
     let r = reference();
     for (seed, first) in [1_000_000, 99_991, -4_000, 0].into_iter().enumerate() {
         let mut rng = Rng::new(3200 + seed as u64);
-        let kv = KvShape {
-            heads: 1,
-            d_k: 32,
-            d_v: 8,
-            dtype: DType::F32,
-        };
+        let kv = KvShape { heads: 1, d_k: 32, d_v: 8, dtype: DType::F32 };
         for scale in [0.2, 20.0] {
             let shape = AttentionShape { heads: 2, kv, scale };
             let mut case = simple(&mut rng, shape, 5, 90, first);
@@ -126,12 +91,7 @@ pub fn far_positions_match<B: Backend>(b: &B) {
                 scale: 1.0,
             });
             case.stores = vec![store(&mut rng, kv, 100)];
-            case.sequences[0].spans = vec![SpanCase {
-                store: 0,
-                range: 0..100,
-                origin: -first,
-                from_row: 0,
-            }];
+            case.sequences[0].spans = vec![SpanCase { store: 0, range: 0..100, origin: -first, from_row: 0 }];
             // Scores of some tens lose that many times more of their last digits.
             let tolerance = TOLERANCE * f64::from(scale).max(1.0);
             let label = format!("{} attention first={first} scale={scale}", b.kernel_set());
@@ -148,21 +108,12 @@ pub fn spans_are_cut_on_the_grid<B: Backend>(b: &B) {
         let mut case = simple(&mut rng, shape, 6, 10, 300);
         case.stores = vec![store(&mut rng, shape.kv, 260)];
         let (start, end) = (rng.below(30), rng.between(230, 260));
-        let piece = |range| SpanCase {
-            store: 0,
-            range,
-            origin: 31,
-            from_row: 2,
-        };
+        let piece = |range| SpanCase { store: 0, range, origin: 31, from_row: 2 };
         case.sequences[0].spans = vec![piece(start..end)];
         let whole = run(b, &case);
         let cuts = [start + GRID, start + 3 * GRID];
         case.sequences[0].spans = vec![piece(start..cuts[0]), piece(cuts[0]..cuts[1]), piece(cuts[1]..end)];
-        same_bits(
-            &format!("{} span cut, seed={seed} {shape:?}", b.kernel_set()),
-            &run(b, &case)[0],
-            &whole[0],
-        );
+        same_bits(&format!("{} span cut, seed={seed} {shape:?}", b.kernel_set()), &run(b, &case)[0], &whole[0]);
     }
 }
 
@@ -176,12 +127,7 @@ pub fn attention_rows_are_independent<B: Backend>(b: &B) {
         let mut case = simple(&mut rng, shape, rows, earlier, 200);
         case.stores = vec![store(&mut rng, shape.kv, 100)];
         let from_row = rng.below(rows);
-        case.sequences[0].spans = vec![SpanCase {
-            store: 0,
-            range: 5..95,
-            origin: 13,
-            from_row,
-        }];
+        case.sequences[0].spans = vec![SpanCase { store: 0, range: 5..95, origin: 13, from_row }];
         let whole = run(b, &case).remove(0);
 
         let width = shape.heads * shape.kv.d_v;
@@ -198,10 +144,7 @@ pub fn attention_rows_are_independent<B: Backend>(b: &B) {
             let n = shape[1] * shape[2];
             HostTensor::from_f32([tokens, shape[1], shape[2]], &t.to_f32()[..tokens * n])
         };
-        let own = HostKv {
-            k: head(&own.k, visible),
-            v: head(&own.v, visible),
-        };
+        let own = HostKv { k: head(&own.k, visible), v: head(&own.v, visible) };
         let other = store(&mut rng, shape.kv, 70);
         let other_rows = rng.between(1, 5);
         let others = rng.tensor(&[other_rows, case.q.shape()[1]], 1.0);
@@ -218,10 +161,7 @@ pub fn attention_rows_are_independent<B: Backend>(b: &B) {
             spans: Vec::new(),
             earlier: 70 - other_rows,
         });
-        let label = format!(
-            "{} attention seed={seed} {shape:?} rows {start}..{end} of {rows}",
-            b.kernel_set()
-        );
+        let label = format!("{} attention seed={seed} {shape:?} rows {start}..{end} of {rows}", b.kernel_set());
         same_bits(&label, &run(b, &case)[0], &whole[start * width..end * width]);
     }
 }
@@ -232,38 +172,18 @@ pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
     for seed in 0..10 {
         let mut rng = Rng::new(3500 + seed);
         let dtype = if is_f64(b) { DType::F64 } else { DType::F32 };
-        let kv = KvShape {
-            dtype,
-            ..random_shape(&mut rng).kv
-        };
-        let shape = AttentionShape {
-            heads: 2 * kv.heads,
-            kv,
-            scale: 0.3,
-        };
+        let kv = KvShape { dtype, ..random_shape(&mut rng).kv };
+        let shape = AttentionShape { heads: 2 * kv.heads, kv, scale: 0.3 };
         let spec = rope_spec(&mut rng, kv.d_k);
         let rope = spec.as_ref().map(|s| b.rope(s));
         let (tokens, rows, origin, first) = (40, 3, 1234, 1300);
-        let (k, v) = (
-            rng.tensor(&[tokens, kv.heads * kv.d_k], 1.0),
-            rng.tensor(&[tokens, kv.heads * kv.d_v], 1.0),
-        );
-        let (own_k, own_v) = (
-            rng.tensor(&[rows, kv.heads * kv.d_k], 1.0),
-            rng.tensor(&[rows, kv.heads * kv.d_v], 1.0),
-        );
+        let (k, v) = (rng.tensor(&[tokens, kv.heads * kv.d_k], 1.0), rng.tensor(&[tokens, kv.heads * kv.d_v], 1.0));
+        let (own_k, own_v) = (rng.tensor(&[rows, kv.heads * kv.d_k], 1.0), rng.tensor(&[rows, kv.heads * kv.d_v], 1.0));
         let q = b.upload(&rng.tensor(&[rows, shape.heads * kv.d_k], 1.0));
         let append = |store: &mut B::Kv, k: &HostTensor, v: &HostTensor, first: i64| {
             let positions: Vec<i64> = (first..).take(k.shape()[0]).collect();
             let (k, v) = (b.upload(k), b.upload(v));
-            b.kv_append(
-                store,
-                0..positions.len(),
-                Cols::new(&k, 0),
-                Cols::new(&v, 0),
-                &positions,
-                rope.as_ref(),
-            );
+            b.kv_append(store, 0..positions.len(), Cols::new(&k, 0), Cols::new(&v, 0), &positions, rope.as_ref());
         };
         let (mut entry, mut own, mut all) = (b.kv(kv), b.kv(kv), b.kv(kv));
         append(&mut entry, &k, &v, 0);
@@ -273,29 +193,14 @@ pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
         }
         let positions: Vec<i64> = (first..first + rows as i64).collect();
         let attend = |spans: Vec<Span<'_, B>>, own: &B::Kv| {
-            let rows = [AttentionRows {
-                rows: 0..rows,
-                positions: &positions,
-                spans,
-                own,
-            }];
+            let rows = [AttentionRows { rows: 0..rows, positions: &positions, spans, own }];
             let mut out = dirty(b);
             b.attention(shape, rope.as_ref(), Cols::new(&q, 0), &rows, &mut out);
             values(b, &out)
         };
-        let span = Span {
-            kv: &entry,
-            range: 0..tokens,
-            origin,
-            from_row: 0,
-        };
+        let span = Span { kv: &entry, range: 0..tokens, origin, from_row: 0 };
         let (got, want) = (attend(vec![span], &own), attend(Vec::new(), &all));
-        close(
-            &format!("{} turning seed={seed} {spec:?} {kv:?}", b.kernel_set()),
-            &got,
-            &want,
-            tolerance,
-        );
+        close(&format!("{} turning seed={seed} {spec:?} {kv:?}", b.kernel_set()), &got, &want, tolerance);
     }
 }
 
@@ -304,25 +209,11 @@ pub fn threads_agree() {
         for dtype in [DType::F32, DType::Bf16] {
             for (rows, earlier) in [(1, 3000), (150, 100)] {
                 let mut rng = Rng::new(3600);
-                let kv = KvShape {
-                    heads: 2,
-                    d_k: 32,
-                    d_v: 32,
-                    dtype,
-                };
-                let shape = AttentionShape {
-                    heads: 6,
-                    kv,
-                    scale: 0.2,
-                };
+                let kv = KvShape { heads: 2, d_k: 32, d_v: 32, dtype };
+                let shape = AttentionShape { heads: 6, kv, scale: 0.2 };
                 let mut case = simple(&mut rng, shape, rows, earlier, 0);
                 case.stores = vec![store(&mut rng, kv, 700)];
-                case.sequences[0].spans = vec![SpanCase {
-                    store: 0,
-                    range: 0..700,
-                    origin: -900,
-                    from_row: 0,
-                }];
+                case.sequences[0].spans = vec![SpanCase { store: 0, range: 0..700, origin: -900, from_row: 0 }];
                 let label = format!("{} threads attention rows={rows} {dtype}", one.kernel_set());
                 same_bits(&label, &run(&many, &case)[0], &run(&one, &case)[0]);
             }

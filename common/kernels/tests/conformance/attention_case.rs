@@ -57,28 +57,16 @@ pub fn run<B: Backend>(b: &B, case: &Case) -> Vec<Vec<f64>> {
         });
     }
     let mut out = dirty(b);
-    b.attention(
-        case.shape,
-        rope.as_ref(),
-        Cols::new(&q, case.q_col),
-        &sequences,
-        &mut out,
-    );
+    b.attention(case.shape, rope.as_ref(), Cols::new(&q, case.q_col), &sequences, &mut out);
     let width = case.shape.heads * kv.d_v;
     assert_eq!(out.shape(), [q.rows(), width]);
     let out = values(b, &out);
-    let rows = case
-        .sequences
-        .iter()
-        .map(|s| out[s.rows.start * width..s.rows.end * width].to_vec());
+    let rows = case.sequences.iter().map(|s| out[s.rows.start * width..s.rows.end * width].to_vec());
     rows.collect()
 }
 
 pub fn store(rng: &mut Rng, kv: KvShape, tokens: usize) -> HostKv {
-    HostKv {
-        k: rng.tensor(&[tokens, kv.heads, kv.d_k], 1.0),
-        v: rng.tensor(&[tokens, kv.heads, kv.d_v], 1.0),
-    }
+    HostKv { k: rng.tensor(&[tokens, kv.heads, kv.d_k], 1.0), v: rng.tensor(&[tokens, kv.heads, kv.d_v], 1.0) }
 }
 
 /// Frequencies as models have them, over a part of the head.
@@ -105,11 +93,7 @@ pub fn random_shape(rng: &mut Rng) -> AttentionShape {
         d_v: rng.pick(&[1, 5, 16, 20, 64]),
         dtype: rng.pick(&[DType::F32, DType::Bf16]),
     };
-    AttentionShape {
-        heads: kv_heads * rng.between(1, 4),
-        kv,
-        scale: (d_k as f32).powf(-0.5),
-    }
+    AttentionShape { heads: kv_heads * rng.between(1, 4), kv, scale: (d_k as f32).powf(-0.5) }
 }
 
 pub fn queries(rng: &mut Rng, shape: AttentionShape, rows: usize) -> (HostTensor, usize) {
@@ -128,11 +112,6 @@ pub fn simple(rng: &mut Rng, shape: AttentionShape, rows: usize, earlier: usize,
         q_col,
         stores: Vec::new(),
         own: vec![store(rng, shape.kv, earlier + rows)],
-        sequences: vec![Sequence {
-            rows: 0..rows,
-            positions,
-            spans: Vec::new(),
-            earlier,
-        }],
+        sequences: vec![Sequence { rows: 0..rows, positions, spans: Vec::new(), earlier }],
     }
 }

@@ -53,10 +53,7 @@ fn run<B: Backend>(b: &B, case: &Case) -> Outcome {
                 Do::Jump(tail) => ConvStep::Jump(&tails[*tail]),
                 Do::Save => ConvStep::Save(saves.next().expect("one tensor per save")),
             };
-            folds.push(ConvFold {
-                window,
-                steps: steps.iter().map(step).collect(),
-            });
+            folds.push(ConvFold { window, steps: steps.iter().map(step).collect() });
         }
         let mut out = dirty(b);
         b.conv(Cols::new(&x, case.col), &weight, bias.as_ref(), &mut folds, &mut out);
@@ -72,11 +69,7 @@ fn run<B: Backend>(b: &B, case: &Case) -> Outcome {
             saved[seq].extend(saves[seq].iter().flat_map(|t| values(b, t)));
         }
     }
-    Outcome {
-        outs,
-        windows: windows.iter().map(|t| values(b, t)).collect(),
-        saves: saved,
-    }
+    Outcome { outs, windows: windows.iter().map(|t| values(b, t)).collect(), saves: saved }
 }
 
 fn base(rng: &mut Rng, channels: usize, kernel: usize, rows: usize, sequences: usize) -> Case {
@@ -120,24 +113,11 @@ pub fn conv_matches<B: Backend>(b: &B) {
             }
             case.calls.push(call);
         }
-        let label = format!(
-            "{} conv seed={seed} channels={channels} kernel={kernel} {:?}",
-            b.kernel_set(),
-            case.calls
-        );
+        let label = format!("{} conv seed={seed} channels={channels} kernel={kernel} {:?}", b.kernel_set(), case.calls);
         let (got, want) = (run(b, &case), run(&r, &case));
         for seq in 0..sequences {
-            close(
-                &format!("{label} out of {seq}"),
-                &got.outs[seq],
-                &want.outs[seq],
-                TOLERANCE,
-            );
-            same_bits(
-                &format!("{label} window of {seq}"),
-                &got.windows[seq],
-                &want.windows[seq],
-            );
+            close(&format!("{label} out of {seq}"), &got.outs[seq], &want.outs[seq], TOLERANCE);
+            same_bits(&format!("{label} window of {seq}"), &got.windows[seq], &want.windows[seq]);
             same_bits(&format!("{label} saves of {seq}"), &got.saves[seq], &want.saves[seq]);
         }
     }
@@ -156,10 +136,7 @@ pub fn conv_is_cut_anywhere<B: Backend>(b: &B) {
         let (first, second) = (Do::Rows(0..cut), Do::Rows(cut..rows));
         let ways = [
             vec![vec![vec![first.clone(), second.clone()], vec![]]],
-            vec![
-                vec![vec![first.clone()], vec![second.clone()]],
-                vec![vec![second.clone()], vec![]],
-            ],
+            vec![vec![vec![first.clone()], vec![second.clone()]], vec![vec![second.clone()], vec![]]],
         ];
         for (way, calls) in ways.into_iter().enumerate() {
             case.calls = calls;
@@ -175,17 +152,10 @@ pub fn threads_agree() {
     for (one, many) in cpu_thread_pairs() {
         let mut rng = Rng::new(1200);
         let mut case = base(&mut rng, 200, 4, 500, 2);
-        case.calls = vec![vec![
-            vec![Do::Rows(0..130), Do::Jump(1), Do::Rows(130..257)],
-            vec![Do::Rows(257..500)],
-        ]];
+        case.calls = vec![vec![vec![Do::Rows(0..130), Do::Jump(1), Do::Rows(130..257)], vec![Do::Rows(257..500)]]];
         let (got, want) = (run(&many, &case), run(&one, &case));
         for seq in 0..2 {
-            same_bits(
-                &format!("{} threads conv", one.kernel_set()),
-                &got.outs[seq],
-                &want.outs[seq],
-            );
+            same_bits(&format!("{} threads conv", one.kernel_set()), &got.outs[seq], &want.outs[seq]);
         }
     }
 }

@@ -11,58 +11,24 @@ use crate::support::{Rng, close, cpu_thread_pairs, is_f64, largest, reference, s
 /// Share of the largest value, as for the golden vectors.
 const TOLERANCE: f64 = 2e-5;
 
-const SMALL: DeltaShape = DeltaShape {
-    key_heads: 1,
-    heads: 2,
-    d_k: 5,
-    d_v: 7,
-    beta_scale: 1.0,
-};
+const SMALL: DeltaShape = DeltaShape { key_heads: 1, heads: 2, d_k: 5, d_v: 7, beta_scale: 1.0 };
 const ORDINARY: (Decay, Beta, Keys) = (Decay::Mild, Beta::Any, Keys::Any);
 
 fn compare(label: &str, got: &Outcome, want: &Outcome, case: &Case) {
     for seq in 0..case.states.len() {
-        close(
-            &format!("{label}: outputs of {seq}"),
-            &got.outs[seq],
-            &want.outs[seq],
-            TOLERANCE,
-        );
-        close(
-            &format!("{label}: state of {seq}"),
-            &got.states[seq],
-            &want.states[seq],
-            TOLERANCE,
-        );
-        close(
-            &format!("{label}: saves of {seq}"),
-            &got.saves[seq],
-            &want.saves[seq],
-            TOLERANCE,
-        );
+        close(&format!("{label}: outputs of {seq}"), &got.outs[seq], &want.outs[seq], TOLERANCE);
+        close(&format!("{label}: state of {seq}"), &got.states[seq], &want.states[seq], TOLERANCE);
+        close(&format!("{label}: saves of {seq}"), &got.saves[seq], &want.saves[seq], TOLERANCE);
         let (Some(got), Some(want)) = (&got.bodies[seq], &want.bodies[seq]) else {
-            assert!(
-                got.bodies[seq].is_none() && want.bodies[seq].is_none(),
-                "{label}: bodies"
-            );
+            assert!(got.bodies[seq].is_none() && want.bodies[seq].is_none(), "{label}: bodies");
             continue;
         };
         assert_eq!(got.kept, want.kept, "{label}: heads with an operator, of {seq}");
         let scale = largest(&want.transition).max(decay_of_body(case, seq));
-        within(
-            &format!("{label}: T of {seq}"),
-            &got.transition,
-            &want.transition,
-            TOLERANCE * scale,
-        );
+        within(&format!("{label}: T of {seq}"), &got.transition, &want.transition, TOLERANCE * scale);
         // It may come from the difference of two states.
         let scale = largest(&want.state).max(largest(&case.states[seq].to_f64()));
-        within(
-            &format!("{label}: zero-start state of {seq}"),
-            &got.state,
-            &want.state,
-            TOLERANCE * scale,
-        );
+        within(&format!("{label}: zero-start state of {seq}"), &got.state, &want.state, TOLERANCE * scale);
     }
 }
 
@@ -97,13 +63,7 @@ pub fn hard_inputs_match<B: Backend>(b: &B) {
             for beta in BETAS {
                 for keys in KEYS {
                     let mut rng = Rng::new(2200 + seed);
-                    let shape = DeltaShape {
-                        key_heads: 2,
-                        heads: 4,
-                        d_k: 9,
-                        d_v: 6,
-                        beta_scale,
-                    };
+                    let shape = DeltaShape { key_heads: 2, heads: 4, d_k: 9, d_v: 6, beta_scale };
                     let mut case = inputs(&mut rng, shape, 140, 1, (decay, beta, keys));
                     case.calls = vec![vec![vec![Do::Rows(0..5), Do::Body(5..140)]]];
                     let label = format!("{} delta {decay:?} {beta:?}*{beta_scale} {keys:?}", b.kernel_set());
@@ -117,19 +77,14 @@ pub fn hard_inputs_match<B: Backend>(b: &B) {
 /// An entry of each form of operator; dense ones omit some heads.
 fn entries(rng: &mut Rng, shape: DeltaShape) -> Vec<Entry> {
     let DeltaShape { heads, d_k, d_v, .. } = shape;
-    let mut forms = vec![
-        Transition::Scalar(rng.tensor(&[heads], 0.5)),
-        Transition::Diagonal(rng.tensor(&[heads, d_k], 0.5)),
-    ];
+    let mut forms =
+        vec![Transition::Scalar(rng.tensor(&[heads], 0.5)), Transition::Diagonal(rng.tensor(&[heads, d_k], 0.5))];
     let some: Vec<u32> = (0..heads as u32).filter(|_| rng.chance(0.5)).collect();
     for kept in [Vec::new(), some, (0..heads as u32).collect()] {
         let blocks = rng.tensor(&[kept.len(), d_k, d_k], 0.3);
         forms.push(Transition::Dense(Dense { heads, kept, blocks }));
     }
-    let entry = |transition| Entry {
-        transition,
-        state: rng.tensor(&[heads, d_k, d_v], 0.7),
-    };
+    let entry = |transition| Entry { transition, state: rng.tensor(&[heads, d_k, d_v], 0.7) };
     forms.into_iter().map(entry).collect()
 }
 
@@ -139,13 +94,7 @@ const RULES: [ComposeRule; 3] = [ComposeRule::Transition, ComposeRule::Last, Com
 pub fn jumps_match<B: Backend>(b: &B) {
     let r = reference();
     for (seed, d_k) in [3, 16, 33].into_iter().enumerate() {
-        let shape = DeltaShape {
-            key_heads: 3,
-            heads: 3,
-            d_k,
-            d_v: 10,
-            beta_scale: 1.0,
-        };
+        let shape = DeltaShape { key_heads: 3, heads: 3, d_k, d_v: 10, beta_scale: 1.0 };
         for rule in RULES {
             for entry in 0..5 {
                 let mut rng = Rng::new(2300 + seed as u64);
@@ -178,11 +127,7 @@ pub fn walks_match<B: Backend>(b: &B) {
         let mut case = inputs(&mut rng, shape, rows, sequences, kinds);
         case.entries = entries(&mut rng, shape);
         case.calls = walk(&mut rng, rows, sequences, case.entries.len());
-        let label = format!(
-            "{} delta seed={seed} {shape:?} {kinds:?} {:?}",
-            b.kernel_set(),
-            case.calls
-        );
+        let label = format!("{} delta seed={seed} {shape:?} {kinds:?} {:?}", b.kernel_set(), case.calls);
         compare(&label, &run(b, &case), &run(&r, &case), &case);
     }
 }
@@ -212,11 +157,7 @@ fn walk(rng: &mut Rng, rows: usize, sequences: usize, entries: usize) -> Vec<Vec
                     0 => steps.push(Do::Jump(rng.pick(&RULES), rng.below(entries))),
                     1 => steps.push(Do::Save),
                     _ => {
-                        steps.push(if body {
-                            Do::Body(next..next + length)
-                        } else {
-                            Do::Rows(next..next + length)
-                        });
+                        steps.push(if body { Do::Body(next..next + length) } else { Do::Rows(next..next + length) });
                         next += length;
                     }
                 }
@@ -238,13 +179,7 @@ pub fn wide_heads_match<B: Backend>(b: &B) {
     let r = reference();
     for (seed, (d_k, d_v)) in [(128, 128), (64, 96), (100, 20)].into_iter().enumerate() {
         let mut rng = Rng::new(2500 + seed as u64);
-        let shape = DeltaShape {
-            key_heads: 1,
-            heads: 2,
-            d_k,
-            d_v,
-            beta_scale: 1.0,
-        };
+        let shape = DeltaShape { key_heads: 1, heads: 2, d_k, d_v, beta_scale: 1.0 };
         let mut case = inputs(&mut rng, shape, 75, 1, ORDINARY);
         case.calls = vec![vec![vec![Do::Rows(0..3), Do::Body(3..75)]]];
         let label = format!("{} delta d_k={d_k} d_v={d_v}", b.kernel_set());
@@ -256,13 +191,7 @@ pub fn wide_heads_match<B: Backend>(b: &B) {
 pub fn delta_is_cut_on_the_grid<B: Backend>(b: &B) {
     for seed in 0..8 {
         let mut rng = Rng::new(2600 + seed);
-        let shape = DeltaShape {
-            key_heads: 1,
-            heads: 3,
-            d_k: 12,
-            d_v: 17,
-            beta_scale: 1.0,
-        };
+        let shape = DeltaShape { key_heads: 1, heads: 3, d_k: 12, d_v: 17, beta_scale: 1.0 };
         let (seam, length) = (rng.below(9), rng.between(3 * GRID, 5 * GRID));
         let end = seam + length;
         let mut case = inputs(&mut rng, shape, end, 1, (rng_decay(seed), Beta::Any, Keys::Any));
@@ -295,30 +224,16 @@ fn rng_decay(seed: u64) -> Decay {
 pub fn sequences_are_independent<B: Backend>(b: &B) {
     for seed in 0..8 {
         let mut rng = Rng::new(2700 + seed);
-        let shape = DeltaShape {
-            key_heads: 2,
-            heads: 4,
-            d_k: 8,
-            d_v: 11,
-            beta_scale: 2.0,
-        };
+        let shape = DeltaShape { key_heads: 2, heads: 4, d_k: 8, d_v: 11, beta_scale: 2.0 };
         let mut case = inputs(&mut rng, shape, 210, 3, ORDINARY);
         case.entries = entries(&mut rng, shape);
         let (start, body, end) = (rng.between(0, 40), rng.between(41, 60), rng.between(100, 190));
         let tail = [Do::Jump(ComposeRule::Transition, 4), Do::Rows(end..end + 3)];
-        let steps: Vec<Do> = [Do::Rows(start..body), Do::Body(body..end)]
-            .into_iter()
-            .chain(tail)
-            .collect();
+        let steps: Vec<Do> = [Do::Rows(start..body), Do::Body(body..end)].into_iter().chain(tail).collect();
         case.calls = vec![vec![vec![], steps.clone(), vec![]]];
         let alone = run(b, &case);
         case.calls = vec![vec![vec![Do::Rows(0..start)], steps, vec![Do::Body(end + 3..210)]]];
-        same(
-            &format!("{} delta seed={seed}", b.kernel_set()),
-            &run(b, &case),
-            &alone,
-            1,
-        );
+        same(&format!("{} delta seed={seed}", b.kernel_set()), &run(b, &case), &alone, 1);
     }
 }
 
@@ -327,21 +242,10 @@ pub fn body_composes<B: Backend>(b: &B) {
     let tolerance = if is_f64(b) { 1e-12 } else { TOLERANCE };
     for length in [1, 2, 63, 64, 65, 150] {
         let mut rng = Rng::new(2800 + length as u64);
-        let shape = DeltaShape {
-            key_heads: 1,
-            heads: 2,
-            d_k: 10,
-            d_v: 6,
-            beta_scale: 2.0,
-        };
+        let shape = DeltaShape { key_heads: 1, heads: 2, d_k: 10, d_v: 6, beta_scale: 2.0 };
         let mut case = inputs(&mut rng, shape, length, 2, (Decay::None, Beta::Any, Keys::Any));
         case.calls = vec![vec![vec![Do::Body(0..length)], vec![]]];
-        let Some(Body {
-            kept,
-            transition,
-            state,
-        }) = run(b, &case).bodies.swap_remove(0)
-        else {
+        let Some(Body { kept, transition, state }) = run(b, &case).bodies.swap_remove(0) else {
             panic!("the first sequence has a body")
         };
         assert_eq!(kept, [0, 1], "nothing decays");
@@ -363,12 +267,8 @@ pub fn body_composes<B: Backend>(b: &B) {
 pub fn empty_body_is_the_identity<B: Backend>(b: &B) {
     let mut case = inputs(&mut Rng::new(2900), SMALL, 3, 1, ORDINARY);
     case.calls = vec![vec![vec![Do::Rows(0..3), Do::Body(3..3)]]];
-    let Some(body) = run(b, &case).bodies.swap_remove(0) else {
-        panic!("a body was begun")
-    };
-    let identity: Vec<f64> = (0..2 * 5 * 5)
-        .map(|i| if (i % 25) / 5 == i % 5 { 1.0 } else { 0.0 })
-        .collect();
+    let Some(body) = run(b, &case).bodies.swap_remove(0) else { panic!("a body was begun") };
+    let identity: Vec<f64> = (0..2 * 5 * 5).map(|i| if (i % 25) / 5 == i % 5 { 1.0 } else { 0.0 }).collect();
     same_bits("T", &body.transition, &identity);
     within("zero-start state", &body.state, &[0.0; 2 * 5 * 7], 0.0);
 }
@@ -376,13 +276,7 @@ pub fn empty_body_is_the_identity<B: Backend>(b: &B) {
 pub fn threads_agree() {
     for (one, many) in cpu_thread_pairs() {
         let mut rng = Rng::new(2950);
-        let shape = DeltaShape {
-            key_heads: 2,
-            heads: 4,
-            d_k: 32,
-            d_v: 40,
-            beta_scale: 1.0,
-        };
+        let shape = DeltaShape { key_heads: 2, heads: 4, d_k: 32, d_v: 40, beta_scale: 1.0 };
         let mut case = inputs(&mut rng, shape, 400, 2, ORDINARY);
         case.entries = entries(&mut rng, shape);
         let first = vec![Do::Rows(0..8), Do::Body(8..200), Do::Jump(ComposeRule::Transition, 4)];

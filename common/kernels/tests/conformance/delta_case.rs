@@ -55,14 +55,8 @@ pub struct Outcome {
 
 /// An operator with all heads, and which were kept.
 pub fn expand(t: &Transition<HostTensor>, d_k: usize) -> (Vec<u32>, Vec<f64>) {
-    let Transition::Dense(dense) = t else {
-        panic!("a gated-delta body has a dense operator")
-    };
-    assert_eq!(
-        dense.blocks.shape(),
-        [dense.kept.len(), d_k, d_k],
-        "shape of the operator"
-    );
+    let Transition::Dense(dense) = t else { panic!("a gated-delta body has a dense operator") };
+    assert_eq!(dense.blocks.shape(), [dense.kept.len(), d_k, d_k], "shape of the operator");
     let mut all = vec![0.0; dense.heads * d_k * d_k];
     let blocks = dense.blocks.to_f64();
     for (i, &head) in dense.kept.iter().enumerate() {
@@ -98,23 +92,14 @@ pub fn run<B: Backend>(b: &B, case: &Case) -> Outcome {
             let mut walk = Vec::new();
             for step in steps {
                 match step {
-                    Do::Rows(rows) => walk.push(Step::Rows {
-                        rows: rows.clone(),
-                        carry: None,
-                    }),
+                    Do::Rows(rows) => walk.push(Step::Rows { rows: rows.clone(), carry: None }),
                     Do::Body(rows) => {
                         let (carry, after) = body.take().expect("one stretch of a body in a call");
                         let carry = carry.get_or_insert_with(|| b.carry(heads, d_k, d_v));
-                        walk.push(Step::Rows {
-                            rows: rows.clone(),
-                            carry: Some(carry),
-                        });
+                        walk.push(Step::Rows { rows: rows.clone(), carry: Some(carry) });
                         walk.push(Step::Save(after));
                     }
-                    Do::Jump(rule, entry) => walk.push(Step::Jump {
-                        rule: *rule,
-                        part: &parts[*entry],
-                    }),
+                    Do::Jump(rule, entry) => walk.push(Step::Jump { rule: *rule, part: &parts[*entry] }),
                     Do::Save => walk.push(Step::Save(saves.next().expect("one tensor per save"))),
                 }
             }
@@ -145,18 +130,9 @@ pub fn run<B: Backend>(b: &B, case: &Case) -> Outcome {
         let (transition, state) = b.finish(carry?, after);
         assert_eq!(state.shape(), [heads, d_k, d_v], "shape of the zero-start state");
         let (kept, transition) = expand(&transition.map(|t| b.download(t)), d_k);
-        Some(Body {
-            kept,
-            transition,
-            state: values(b, &state),
-        })
+        Some(Body { kept, transition, state: values(b, &state) })
     });
-    Outcome {
-        outs,
-        bodies: bodies.collect(),
-        states: states.iter().map(|t| values(b, t)).collect(),
-        saves: saved,
-    }
+    Outcome { outs, bodies: bodies.collect(), states: states.iter().map(|t| values(b, t)).collect(), saves: saved }
 }
 
 /// What is left of the best-kept head's earlier state behind the body of sequence `seq` if nothing is corrected: the
@@ -219,13 +195,7 @@ pub fn inputs(
     sequences: usize,
     (decay, beta, keys): (Decay, Beta, Keys),
 ) -> Case {
-    let DeltaShape {
-        key_heads,
-        heads,
-        d_k,
-        d_v,
-        ..
-    } = shape;
+    let DeltaShape { key_heads, heads, d_k, d_v, .. } = shape;
     let channels = shape.channels();
     let mut qkv = rng.tensor(&[rows, channels], 1.0).to_f32();
     let common = rng.tensor(&[key_heads * d_k], 1.0).to_f32();

@@ -73,11 +73,7 @@ pub fn stores_keep_their_tokens<B: Backend>(b: &B) {
             let label = format!("{} kv {shape:?}", b.kernel_set());
             assert_eq!(b.kv_len(&b.kv(shape)), 0, "{label}: a new store");
             let empty = b.kv_download(&b.kv(shape));
-            assert_eq!(
-                (empty.k.shape(), empty.v.shape()),
-                (&[0, heads, d_k][..], &[0, heads, d_v][..]),
-                "{label}"
-            );
+            assert_eq!((empty.k.shape(), empty.v.shape()), (&[0, heads, d_k][..], &[0, heads, d_v][..]), "{label}");
 
             let count = 131;
             let host = HostKv {
@@ -91,11 +87,7 @@ pub fn stores_keep_their_tokens<B: Backend>(b: &B) {
                 assert_eq!(b.kv_len(kv), range.len(), "{label}: {what}");
                 assert_eq!(got.k.shape(), [range.len(), heads, d_k], "{label}: {what}");
                 assert_eq!(got.v.shape(), [range.len(), heads, d_v], "{label}: {what}");
-                same_bits(
-                    &format!("{label}: k {what}"),
-                    &got.k.to_f64(),
-                    &tokens(&from.k, range.clone()),
-                );
+                same_bits(&format!("{label}: k {what}"), &got.k.to_f64(), &tokens(&from.k, range.clone()));
                 same_bits(&format!("{label}: v {what}"), &got.v.to_f64(), &tokens(&from.v, range));
             };
             check("round trip", &kv, &host, 0..count);
@@ -157,10 +149,7 @@ pub fn tensors_keep_their_values<B: Backend>(b: &B) {
         same_bits("zeros", &b.download(&b.zeros(shape)).to_f64(), &vec![0.0; elements]);
         if cfg!(feature = "poison") {
             for t in [&t, &b.alloc(shape)] {
-                assert!(
-                    b.download(t).to_f64().iter().all(|x| x.is_nan()),
-                    "poisoned memory {shape:?}"
-                );
+                assert!(b.download(t).to_f64().iter().all(|x| x.is_nan()), "poisoned memory {shape:?}");
             }
         }
     }

@@ -6,17 +6,8 @@ use hypic_state::{DType, HostTensor};
 use crate::support::{Rng, cpu_thread_pairs, dirty, reference, same_bits, slice_rows, values};
 
 /// Sizes that are no multiples of anything, and some that are.
-const SIZES: [(usize, usize); 9] = [
-    (1, 1),
-    (3, 2),
-    (7, 5),
-    (16, 16),
-    (33, 70),
-    (50, 31),
-    (100, 129),
-    (130, 257),
-    (64, 512),
-];
+const SIZES: [(usize, usize); 9] =
+    [(1, 1), (3, 2), (7, 5), (16, 16), (33, 70), (50, 31), (100, 129), (130, 257), (64, 512)];
 const ROWS: [usize; 8] = [0, 1, 2, 3, 8, 13, 64, 100];
 const DTYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
@@ -67,29 +58,19 @@ fn check<B: Backend>(b: &B, add: bool) {
             let mut rng = Rng::new(seed as u64);
             let parts = parts(&mut rng, n, k);
             for rows in ROWS {
-                let label = format!(
-                    "{} linear add={add} {dtype} n={n} k={k} rows={rows} seed={seed}",
-                    b.kernel_set()
-                );
+                let label = format!("{} linear add={add} {dtype} n={n} k={k} rows={rows} seed={seed}", b.kernel_set());
                 let x = rng.tensor(&[rows, k], 1.0);
                 let acc = add.then(|| rng.tensor(&[rows, n], 1.0));
                 let got = apply(b, &parts, dtype, &x, acc.as_ref());
 
                 let absolute = |t: &HostTensor| mapped(std::slice::from_ref(t), f32::abs).remove(0);
-                let magnitude = apply(
-                    &r,
-                    &mapped(&parts, f32::abs),
-                    dtype,
-                    &absolute(&x),
-                    acc.as_ref().map(absolute).as_ref(),
-                );
+                let magnitude =
+                    apply(&r, &mapped(&parts, f32::abs), dtype, &absolute(&x), acc.as_ref().map(absolute).as_ref());
                 let mut wanted = vec![apply(&r, &parts, dtype, &x, acc.as_ref())];
                 if dtype == DType::Bf16 && !b.supports(dtype) {
                     // Without instructions of its own for bf16 a backend may keep the activations in f32.
-                    let rounded: Vec<_> = parts
-                        .iter()
-                        .map(|p| HostTensor::from_f32_as_bf16(p.shape(), &p.to_f32()))
-                        .collect();
+                    let rounded: Vec<_> =
+                        parts.iter().map(|p| HostTensor::from_f32_as_bf16(p.shape(), &p.to_f32())).collect();
                     wanted.push(apply(&r, &rounded, DType::F32, &x, acc.as_ref()));
                 }
                 let off = |want: &Vec<f64>| {
@@ -146,9 +127,7 @@ pub fn rows_are_independent<B: Backend>(b: &B) {
                 let whole = apply(b, &parts, dtype, &x, acc);
                 for _ in 0..8 {
                     let start = rng.below(rows);
-                    let end = rng
-                        .pick(&[start + 1, start + 2, start + 5, rng_end(rows, start)])
-                        .min(rows);
+                    let end = rng.pick(&[start + 1, start + 2, start + 5, rng_end(rows, start)]).min(rows);
                     let label = format!("{} linear {dtype} n={n} k={k} rows {start}..{end}", b.kernel_set());
                     let part_acc = acc.map(|a| slice_rows(a, start..end));
                     let part = apply(b, &parts, dtype, &slice_rows(&x, start..end), part_acc.as_ref());

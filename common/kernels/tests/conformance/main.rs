@@ -81,6 +81,11 @@ mod messages {
     fn reference_names_the_op() {
         crate::shapes::mismatches_name_the_op(&crate::support::reference());
     }
+
+    #[test]
+    fn cpu_names_the_op() {
+        crate::shapes::mismatches_name_the_op(&hypic_kernels::Cpu::new(1));
+    }
 }
 
 mod threads {

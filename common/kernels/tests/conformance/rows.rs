@@ -19,11 +19,7 @@ pub fn gather_matches<B: Backend>(b: &B) {
             b.gather(&b.upload(&x), &index, &mut out);
             assert_eq!(out.shape(), [count, k]);
             let want: Vec<f64> = index.iter().flat_map(|&i| slice_rows(&x, i..i + 1).to_f64()).collect();
-            same_bits(
-                &format!("{} gather k={k} index={index:?}", b.kernel_set()),
-                &values(b, &out),
-                &want,
-            );
+            same_bits(&format!("{} gather k={k} index={index:?}", b.kernel_set()), &values(b, &out), &want);
         }
     }
 }
@@ -43,14 +39,7 @@ fn head<B: Backend>(b: &B, x: &HostTensor, col: usize, heads: usize, weight: &Ho
 
 fn gated<B: Backend>(b: &B, o: &HostTensor, weight: &HostTensor, g: &HostTensor, col: usize, gate: Gate) -> Vec<f64> {
     let (g, mut out) = (b.upload(g), dirty(b));
-    b.gated_norm(
-        &b.upload(o),
-        &b.upload(weight),
-        1e-6,
-        Cols::new(&g, col),
-        gate,
-        &mut out,
-    );
+    b.gated_norm(&b.upload(o), &b.upload(weight), 1e-6, Cols::new(&g, col), gate, &mut out);
     assert_eq!(out.shape(), o.shape());
     values(b, &out)
 }
@@ -64,20 +53,10 @@ pub fn norms_match<B: Backend>(b: &B) {
             let weight = rng.tensor(&[k], 1.0);
             for scale in [1e-6, 1e-3, 1.0, 1e4] {
                 let x = rng.tensor(&[rows, k], scale);
-                close(
-                    &label("rms_norm"),
-                    &rms(b, &x, &weight, 1e-6),
-                    &rms(&r, &x, &weight, 1e-6),
-                    TOLERANCE,
-                );
+                close(&label("rms_norm"), &rms(b, &x, &weight, 1e-6), &rms(&r, &x, &weight, 1e-6), TOLERANCE);
                 // All zeros must stay zeros.
                 let zeros = HostTensor::from_f32([rows, k], &vec![0.0; rows * k]);
-                within(
-                    &label("rms_norm of zeros"),
-                    &rms(b, &zeros, &weight, 1e-6),
-                    &vec![0.0; rows * k],
-                    0.0,
-                );
+                within(&label("rms_norm of zeros"), &rms(b, &zeros, &weight, 1e-6), &vec![0.0; rows * k], 0.0);
             }
 
             let (heads, col, behind) = (rng.between(1, 5), rng.below(9), rng.below(5));
@@ -87,24 +66,14 @@ pub fn norms_match<B: Backend>(b: &B) {
             let (all, raw) = (x.shape()[1], x.to_f64());
             for (i, (g, x)) in got.iter().zip(&raw).enumerate() {
                 let inside = (col..col + heads * k).contains(&(i % all));
-                assert!(
-                    inside || g == x,
-                    "{}: column {} is not the op's",
-                    label("head_norm"),
-                    i % all
-                );
+                assert!(inside || g == x, "{}: column {} is not the op's", label("head_norm"), i % all);
             }
 
             for gate in [Gate::Silu, Gate::Sigmoid] {
                 let o = rng.tensor(&[rows, heads * k], 1.0);
                 let g = rng.tensor(&[rows, col + heads * k + behind], 3.0);
                 let want = gated(&r, &o, &weight, &g, col, gate);
-                close(
-                    &label("gated_norm"),
-                    &gated(b, &o, &weight, &g, col, gate),
-                    &want,
-                    TOLERANCE,
-                );
+                close(&label("gated_norm"), &gated(b, &o, &weight, &g, col, gate), &want, TOLERANCE);
             }
         }
     }

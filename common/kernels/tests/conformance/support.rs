@@ -14,15 +14,13 @@ pub fn reference() -> Reference<f64> {
 /// The CPU backend with every instruction set that this machine has, on one and two threads.
 pub fn cpus() -> Vec<Cpu> {
     let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
-    isas.flat_map(|isa| [1, 2].map(|threads| Cpu::with_isa(threads, isa)))
-        .collect()
+    isas.flat_map(|isa| [1, 2].map(|threads| Cpu::with_isa(threads, isa))).collect()
 }
 
 /// The CPU backend with every instruction set, on one thread and on several.
 pub fn cpu_thread_pairs() -> Vec<(Cpu, Cpu)> {
     let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
-    isas.flat_map(|isa| [2, 3].map(|threads| (Cpu::with_isa(1, isa), Cpu::with_isa(threads, isa))))
-        .collect()
+    isas.flat_map(|isa| [2, 3].map(|threads| (Cpu::with_isa(1, isa), Cpu::with_isa(threads, isa)))).collect()
 }
 
 /// SplitMix64 (Steele, Lea, Flood, 2014): small, and the same everywhere.
@@ -70,9 +68,7 @@ impl Rng {
 
     /// Normal values times `scale`, each exact in f32.
     pub fn tensor(&mut self, shape: &[usize], scale: f64) -> HostTensor {
-        let values: Vec<f32> = (0..shape.iter().product())
-            .map(|_| (self.normal() * scale) as f32)
-            .collect();
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| (self.normal() * scale) as f32).collect();
         HostTensor::from_f32(shape, &values)
     }
 }
@@ -103,10 +99,7 @@ pub fn within(label: &str, got: &[f64], want: &[f64], bound: f64) {
     assert_eq!(got.len(), want.len(), "{label}: number of elements");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
         let distance = (g - w).abs();
-        assert!(
-            distance <= bound,
-            "{label}: element {i} is {g}, should be {w} (off by {distance:e}, bound {bound:e})"
-        );
+        assert!(distance <= bound, "{label}: element {i} is {g}, should be {w} (off by {distance:e}, bound {bound:e})");
     }
 }
 
@@ -119,10 +112,7 @@ pub fn close(label: &str, got: &[f64], want: &[f64], tolerance: f64) {
 pub fn same_bits(label: &str, got: &[f64], want: &[f64]) {
     assert_eq!(got.len(), want.len(), "{label}: number of elements");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
-        assert!(
-            g.to_bits() == w.to_bits(),
-            "{label}: element {i} is {g:e} in one and {w:e} in the other"
-        );
+        assert!(g.to_bits() == w.to_bits(), "{label}: element {i} is {g:e} in one and {w:e} in the other");
     }
 }
 

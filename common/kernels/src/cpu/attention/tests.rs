@@ -18,32 +18,19 @@ fn numbers(rows: usize, cols: usize, seed: usize) -> CpuTensor {
 }
 
 fn shape(heads: usize, kv_heads: usize, dtype: DType) -> AttentionShape {
-    let kv = KvShape {
-        heads: kv_heads,
-        d_k: D_K,
-        d_v: D_V,
-        dtype,
-    };
+    let kv = KvShape { heads: kv_heads, d_k: D_K, d_v: D_V, dtype };
     AttentionShape { heads, kv, scale: 1.3 }
 }
 
 fn rope() -> CpuRope {
     let inv_freq = (0..4).map(|i| 100f64.powf(-f64::from(i) / 4.0)).collect();
-    CpuRope::new(&RopeSpec {
-        offset: 1,
-        inv_freq,
-        interleaved: false,
-        scale: 1.0,
-    })
+    CpuRope::new(&RopeSpec { offset: 1, inv_freq, interleaved: false, scale: 1.0 })
 }
 
 /// A store of `tokens` at positions `first..`.
 fn store(kv: KvShape, tokens: usize, first: i64, rope: Option<&CpuRope>, seed: usize) -> CpuKv {
     let mut store = CpuKv::new(kv);
-    let (k, v) = (
-        numbers(tokens, kv.heads * D_K, seed),
-        numbers(tokens, kv.heads * D_V, seed + 1),
-    );
+    let (k, v) = (numbers(tokens, kv.heads * D_K, seed), numbers(tokens, kv.heads * D_V, seed + 1));
     let positions: Vec<i64> = (first..first + tokens as i64).collect();
     store.append(0..tokens, Cols::new(&k, 0), Cols::new(&v, 0), &positions, rope);
     store
@@ -90,26 +77,13 @@ impl Case {
             origin: *origin,
             from_row: *from_row,
         });
-        AttentionRows {
-            rows: 2..2 + self.rows(),
-            positions: &self.positions,
-            spans: spans.collect(),
-            own: &self.own,
-        }
+        AttentionRows { rows: 2..2 + self.rows(), positions: &self.positions, spans: spans.collect(), own: &self.own }
     }
 
     fn run(&self, isa: Isa, threads: usize) -> Vec<f32> {
         let mut out = CpuTensor::alloc(&[1, 1]);
         let q = Cols::new(&self.q, 1);
-        attention(
-            isa,
-            &Pool::new(threads),
-            self.shape,
-            self.rope.as_ref(),
-            q,
-            &[self.sequence()],
-            &mut out,
-        );
+        attention(isa, &Pool::new(threads), self.shape, self.rope.as_ref(), q, &[self.sequence()], &mut out);
         let width = self.shape.heads * D_V;
         out.data()[2 * width..(2 + self.rows()) * width].to_vec()
     }
@@ -117,12 +91,7 @@ impl Case {
     fn naive(&self) -> Vec<f64> {
         let AttentionShape { heads, kv, scale } = self.shape;
         let mut out = Vec::new();
-        let hosts: Vec<_> = self
-            .spans
-            .iter()
-            .map(|s| s.0.download())
-            .chain([self.own.download()])
-            .collect();
+        let hosts: Vec<_> = self.spans.iter().map(|s| s.0.download()).chain([self.own.download()]).collect();
         let planes: Vec<_> = hosts.iter().map(|h| (h.k.to_f64(), h.v.to_f64())).collect();
         for row in 0..self.rows() {
             for h in 0..heads {
@@ -138,8 +107,7 @@ impl Case {
                     }
                     let mut q = q.to_vec();
                     if let Some(rope) = &self.rope {
-                        rope.turner(0)
-                            .turn(Isa::Portable, self.positions[row] - origin, D_K, &mut q);
+                        rope.turner(0).turn(Isa::Portable, self.positions[row] - origin, D_K, &mut q);
                     }
                     for token in range {
                         let k = &planes[index].0[(token * kv.heads + kv_head) * D_K..][..D_K];
@@ -214,20 +182,10 @@ fn passes_threads_and_neighbours_change_no_bit() {
                 first.positions = &case.positions[..cut];
                 rest.rows = 2 + cut..152;
                 rest.positions = &case.positions[cut..];
-                rest.spans
-                    .iter_mut()
-                    .for_each(|s| s.from_row = s.from_row.saturating_sub(cut));
+                rest.spans.iter_mut().for_each(|s| s.from_row = s.from_row.saturating_sub(cut));
                 let mut out = CpuTensor::alloc(&[1, 1]);
                 let q = Cols::new(&case.q, 1);
-                attention(
-                    isa,
-                    &Pool::new(2),
-                    case.shape,
-                    case.rope.as_ref(),
-                    q,
-                    &[rest, first],
-                    &mut out,
-                );
+                attention(isa, &Pool::new(2), case.shape, case.rope.as_ref(), q, &[rest, first], &mut out);
                 assert!(out.data()[2 * width..152 * width] == whole, "{isa:?}: cut at {cut}");
             }
         }

@@ -54,14 +54,9 @@ fn plain(
 
 #[test]
 fn walks_match_the_definition() {
-    for (kernel, channels, with_bias) in [
-        (1, 5, true),
-        (2, 16, false),
-        (3, 1, true),
-        (4, 130, false),
-        (4, 300, true),
-        (7, 33, true),
-    ] {
+    for (kernel, channels, with_bias) in
+        [(1, 5, true), (2, 16, false), (3, 1, true), (4, 130, false), (4, 300, true), (7, 33, true)]
+    {
         let (rows, col) = (60, 3);
         let window = [kernel - 1, channels];
         let x = wave(1, [rows, channels + col + 2]);
@@ -97,10 +92,7 @@ fn walks_match_the_definition() {
                 let mut saved: Vec<Vec<CpuTensor>> = walks
                     .iter()
                     .map(|walk| {
-                        walk.iter()
-                            .filter(|s| matches!(s, Plain::Save))
-                            .map(|_| CpuTensor::zeros(&[0]))
-                            .collect()
+                        walk.iter().filter(|s| matches!(s, Plain::Save)).map(|_| CpuTensor::zeros(&[0])).collect()
                     })
                     .collect();
                 let mut folds: Vec<ConvFold<'_, Cpu>> = windows
@@ -114,32 +106,18 @@ fn walks_match_the_definition() {
                             Plain::Jump(tail) => ConvStep::Jump(tail),
                             Plain::Save => ConvStep::Save(saved.next().expect("one for each save")),
                         });
-                        ConvFold {
-                            window,
-                            steps: steps.collect(),
-                        }
+                        ConvFold { window, steps: steps.collect() }
                     })
                     .collect();
                 let mut out = wave(6, [1, 1]);
-                conv(
-                    isa,
-                    &Pool::new(threads),
-                    Cols::new(&x, col),
-                    &weight,
-                    bias,
-                    &mut folds,
-                    &mut out,
-                );
+                conv(isa, &Pool::new(threads), Cols::new(&x, col), &weight, bias, &mut folds, &mut out);
                 drop(folds);
                 assert_eq!(out.shape(), [rows, channels]);
                 for ((outputs, want), (saved, window)) in want.iter().zip(saved.iter().zip(&windows)) {
                     for (row, outputs) in outputs {
                         for (c, want) in outputs.iter().enumerate() {
                             let got = f64::from(out.data()[row * channels + c]);
-                            assert!(
-                                (got - want).abs() < 1e-5,
-                                "{isa:?} {kernel} taps: [{row}, {c}] {got}, not {want}"
-                            );
+                            assert!((got - want).abs() < 1e-5, "{isa:?} {kernel} taps: [{row}, {c}] {got}, not {want}");
                         }
                     }
                     for (got, want) in saved.iter().chain([window]).zip(want) {
@@ -160,19 +138,8 @@ fn a_cut_changes_no_bit() {
             let mut window = wave(3, [kernel - 1, channels]);
             let steps = cuts.windows(2).map(|cut| ConvStep::Rows(cut[0]..cut[1])).collect();
             let mut out = CpuTensor::zeros(&[0]);
-            let mut folds = [ConvFold {
-                window: &mut window,
-                steps,
-            }];
-            conv(
-                isa,
-                &Pool::new(threads),
-                Cols::new(&x, 0),
-                &weight,
-                None,
-                &mut folds,
-                &mut out,
-            );
+            let mut folds = [ConvFold { window: &mut window, steps }];
+            conv(isa, &Pool::new(threads), Cols::new(&x, 0), &weight, None, &mut folds, &mut out);
             (out, window)
         };
         let whole = run(1, &[0, rows]);

@@ -116,11 +116,7 @@ impl Scan<'_> {
         }
         for start in rows.clone().step_by(GRID) {
             let chunk = start..rows.end.min(start + GRID);
-            self.key_products(
-                chunk.clone(),
-                heads.start / (self.shape.heads / self.shape.key_heads),
-                scratch,
-            );
+            self.key_products(chunk.clone(), heads.start / (self.shape.heads / self.shape.key_heads), scratch);
             for h in heads.clone() {
                 self.gates(chunk.clone(), h, scratch);
                 // SAFETY: as above.
@@ -128,12 +124,8 @@ impl Scan<'_> {
                 self.fold_state(chunk.clone(), h, state, scratch);
                 let Some(carry) = carry else { continue };
                 // SAFETY: as above.
-                let (phase, operator) = unsafe {
-                    (
-                        carry.phases.part(h..h + 1),
-                        carry.operator.part(h * d_k * d_k..(h + 1) * d_k * d_k),
-                    )
-                };
+                let (phase, operator) =
+                    unsafe { (carry.phases.part(h..h + 1), carry.operator.part(h * d_k * d_k..(h + 1) * d_k * d_k)) };
                 if phase[0] == Phase::Decayed {
                     continue;
                 }
@@ -158,12 +150,7 @@ impl Scan<'_> {
             let q = row * channels + key_head * d_k;
             let k = q + key_heads * d_k;
             loops::normalise(self.isa, &qkv[k..k + d_k], 1.0, &mut kq[i * d_k..(i + 1) * d_k]);
-            loops::normalise(
-                self.isa,
-                &qkv[q..q + d_k],
-                q_scale,
-                &mut kq[(rows + i) * d_k..(rows + i + 1) * d_k],
-            );
+            loops::normalise(self.isa, &qkv[q..q + d_k], q_scale, &mut kq[(rows + i) * d_k..(rows + i + 1) * d_k]);
         }
         if rows == 1 {
             let (k, q) = kq.split_at(d_k);
@@ -173,27 +160,13 @@ impl Scan<'_> {
         let k_columns = room(&mut scratch.k_columns, d_k * padded);
         loops::transpose(self.isa, &kq[..rows * d_k], d_k, k_columns, padded);
         let columns = Right::rows(&*k_columns, padded);
-        let left = Left {
-            data: kq,
-            row: d_k,
-            col: 1,
-        };
-        matmul(
-            self.isa,
-            [2 * rows, padded, d_k],
-            left,
-            columns,
-            Scale::Zero,
-            dots,
-            padded,
-        );
+        let left = Left { data: kq, row: d_k, col: 1 };
+        matmul(self.isa, [2 * rows, padded, d_k], left, columns, Scale::Zero, dots, padded);
     }
 
     /// The gates of value head `h` and the triangular factors.
     fn gates(&self, chunk: Range<usize>, h: usize, scratch: &mut Scratch) {
-        let DeltaInputs {
-            a, b, a_log, dt_bias, ..
-        } = &self.inputs;
+        let DeltaInputs { a, b, a_log, dt_bias, .. } = &self.inputs;
         let (rows, padded) = (chunk.len(), padded(chunk.len()));
         let gates = &mut scratch.gates;
         let log = room(&mut gates.log, padded);
@@ -208,10 +181,7 @@ impl Scan<'_> {
         }
         let (decay, rest) = (room(&mut gates.decay, rows), room(&mut gates.rest, rows));
         loops::decays(self.isa, &log[..rows], decay, rest);
-        let (minus_a, mix) = (
-            room(&mut gates.minus_a, rows * padded),
-            room(&mut gates.mix, rows * padded),
-        );
+        let (minus_a, mix) = (room(&mut gates.minus_a, rows * padded), room(&mut gates.mix, rows * padded));
         if rows == 1 {
             mix[0] = scratch.dots[padded];
             return;
@@ -221,60 +191,24 @@ impl Scan<'_> {
 
     /// The rows' outputs, and the state behind them.
     fn fold_state(&self, chunk: Range<usize>, h: usize, state: &mut [f32], scratch: &mut Scratch) {
-        let DeltaShape {
-            key_heads,
-            heads,
-            d_k,
-            d_v,
-            ..
-        } = self.shape;
+        let DeltaShape { key_heads, heads, d_k, d_v, .. } = self.shape;
         let (rows, padded, channels) = (chunk.len(), padded(chunk.len()), self.shape.channels());
         let gates = &scratch.gates;
         let uo = room(&mut scratch.uo, 2 * rows * d_v);
-        let kq = Left {
-            data: &scratch.kq,
-            row: d_k,
-            col: 1,
-        };
-        matmul(
-            self.isa,
-            [2 * rows, d_v, d_k],
-            kq,
-            Right::rows(&*state, d_v),
-            Scale::Zero,
-            uo,
-            d_v,
-        );
+        let kq = Left { data: &scratch.kq, row: d_k, col: 1 };
+        matmul(self.isa, [2 * rows, d_v, d_k], kq, Right::rows(&*state, d_v), Scale::Zero, uo, d_v);
         let (u, o) = uo.split_at_mut(rows * d_v);
         let v = 2 * key_heads * d_k + h * d_v;
         for (i, row) in chunk.clone().enumerate() {
             let v = &self.inputs.qkv.data()[row * channels + v..][..d_v];
-            loops::start_u(
-                self.isa,
-                &mut u[i * d_v..(i + 1) * d_v],
-                v,
-                gates.decay[i],
-                gates.beta[i],
-            );
+            loops::start_u(self.isa, &mut u[i * d_v..(i + 1) * d_v], v, gates.decay[i], gates.beta[i]);
         }
         self.solve(rows, d_v, u, gates);
         for tile in tiles(rows) {
-            let mix = Left {
-                data: &gates.mix[tile.start * padded..],
-                row: padded,
-                col: 1,
-            };
+            let mix = Left { data: &gates.mix[tile.start * padded..], row: padded, col: 1 };
             let scale = Scale::Rows(&gates.decay[tile.clone()]);
             let size = [tile.len(), d_v, tile.end];
-            matmul(
-                self.isa,
-                size,
-                mix,
-                Right::rows(&*u, d_v),
-                scale,
-                &mut o[tile.start * d_v..],
-                d_v,
-            );
+            matmul(self.isa, size, mix, Right::rows(&*u, d_v), scale, &mut o[tile.start * d_v..], d_v);
         }
         for (i, row) in chunk.enumerate() {
             let at = (row * heads + h) * d_v;
@@ -292,27 +226,11 @@ impl Scan<'_> {
         if start {
             u.copy_from_slice(&scratch.kq[..rows * d_k]);
         } else {
-            let k = Left {
-                data: &scratch.kq,
-                row: d_k,
-                col: 1,
-            };
-            matmul(
-                self.isa,
-                [rows, d_k, d_k],
-                k,
-                Right::rows(&*operator, d_k),
-                Scale::Zero,
-                u,
-                d_k,
-            );
+            let k = Left { data: &scratch.kq, row: d_k, col: 1 };
+            matmul(self.isa, [rows, d_k, d_k], k, Right::rows(&*operator, d_k), Scale::Zero, u, d_k);
         }
         for i in 0..rows {
-            loops::scale_by(
-                self.isa,
-                &mut u[i * d_k..(i + 1) * d_k],
-                -gates.beta[i] * gates.decay[i],
-            );
+            loops::scale_by(self.isa, &mut u[i * d_k..(i + 1) * d_k], -gates.beta[i] * gates.decay[i]);
         }
         self.solve(rows, d_k, u, gates);
         self.update(rows, d_k, u, &scratch.kq, gates, operator);
@@ -323,22 +241,10 @@ impl Scan<'_> {
     fn solve(&self, rows: usize, width: usize, u: &mut [f32], gates: &Gates) {
         let padded = padded(rows);
         let mut subtract = |i: Range<usize>, j: Range<usize>| {
-            let a = Left {
-                data: &gates.minus_a[i.start * padded + j.start..],
-                row: padded,
-                col: 1,
-            };
+            let a = Left { data: &gates.minus_a[i.start * padded + j.start..], row: padded, col: 1 };
             let (done, rest) = u.split_at_mut(i.start * width);
             let done = Right::rows(&done[j.start * width..], width);
-            matmul(
-                self.isa,
-                [i.len(), width, j.len()],
-                a,
-                done,
-                Scale::All(1.0),
-                rest,
-                width,
-            );
+            matmul(self.isa, [i.len(), width, j.len()], a, done, Scale::All(1.0), rest, width);
         };
         for tile in tiles(rows) {
             if tile.start > 0 {
@@ -357,21 +263,9 @@ impl Scan<'_> {
         for i in 0..rows - 1 {
             loops::scale_by(self.isa, &mut u[i * width..(i + 1) * width], gates.rest[i]);
         }
-        let k = Left {
-            data: k,
-            row: 1,
-            col: d_k,
-        };
+        let k = Left { data: k, row: 1, col: d_k };
         let decay = Scale::All(gates.decay[rows - 1]);
-        matmul(
-            self.isa,
-            [d_k, width, rows],
-            k,
-            Right::rows(&*u, width),
-            decay,
-            state,
-            width,
-        );
+        matmul(self.isa, [d_k, width, rows], k, Right::rows(&*u, width), decay, state, width);
     }
 }
 

@@ -13,19 +13,9 @@ fn compare(case: &Case, isa: Isa, pool: &Pool, tolerance: f64) {
     let label = format!("{isa:?}, {} rows", case.qkv.rows());
     close(&format!("{label}: output"), out.data(), &want.out, tolerance);
     close(&format!("{label}: state"), state.data(), &want.state, tolerance);
-    close(
-        &format!("{label}: operator"),
-        &all_blocks(&t, case.shape.d_k),
-        &want.operator,
-        tolerance,
-    );
+    close(&format!("{label}: operator"), &all_blocks(&t, case.shape.d_k), &want.operator, tolerance);
     let zeros = vec![0.0; before.data().len()];
-    close(
-        &format!("{label}: zero start"),
-        zero_start.data(),
-        &naive(case, &zeros).state,
-        2.0 * tolerance,
-    );
+    close(&format!("{label}: zero start"), zero_start.data(), &naive(case, &zeros).state, 2.0 * tolerance);
 }
 
 fn isas() -> impl Iterator<Item = Isa> {
@@ -44,20 +34,9 @@ fn every_length_around_two_chunks() {
 
 #[test]
 fn other_widths() {
-    for (d_k, d_v, key_heads, heads) in [
-        (128, 128, 1, 2),
-        (64, 128, 2, 2),
-        (1, 1, 1, 1),
-        (16, 33, 1, 3),
-        (7, 64, 2, 8),
-    ] {
-        let shape = DeltaShape {
-            key_heads,
-            heads,
-            d_k,
-            d_v,
-            beta_scale: 2.0,
-        };
+    for (d_k, d_v, key_heads, heads) in [(128, 128, 1, 2), (64, 128, 2, 2), (1, 1, 1, 1), (16, 33, 1, 3), (7, 64, 2, 8)]
+    {
+        let shape = DeltaShape { key_heads, heads, d_k, d_v, beta_scale: 2.0 };
         for isa in isas() {
             compare(&Case::new(shape, 100, 5), isa, &Pool::new(2), 4e-6);
         }
@@ -117,13 +96,7 @@ fn a_body_without_rows_is_the_identity() {
 #[test]
 fn cuts_on_the_grid_and_calls_and_threads_change_no_bit() {
     for isa in isas() {
-        let shape = DeltaShape {
-            key_heads: 2,
-            heads: 6,
-            d_k: 32,
-            d_v: 48,
-            beta_scale: 1.0,
-        };
+        let shape = DeltaShape { key_heads: 2, heads: 6, d_k: 32, d_v: 48, beta_scale: 1.0 };
         let case = Case::new(shape, 300, 11);
         let mut whole_state = case.state(2);
         let (whole, t, zero_start) = case.body(isa, &Pool::new(1), &mut whole_state);
@@ -134,53 +107,21 @@ fn cuts_on_the_grid_and_calls_and_threads_change_no_bit() {
             let mut carry = CpuCarry::new(6, 32, 48);
             let mut part = case.clone();
             part.qkv.resize(&[cut, shape.channels()]);
-            part.qkv
-                .data_mut()
-                .copy_from_slice(&case.qkv.data()[..cut * shape.channels()]);
-            let steps = vec![Step::Rows {
-                rows: 0..cut,
-                carry: Some(&mut carry),
-            }];
-            let first = part.run(
-                isa,
-                &pool,
-                &mut [Fold {
-                    state: &mut state,
-                    steps,
-                }],
-            );
-            let steps = vec![Step::Rows {
-                rows: cut..300,
-                carry: Some(&mut carry),
-            }];
-            let beside = vec![Step::Rows {
-                rows: 0..cut - 1,
-                carry: None,
-            }];
+            part.qkv.data_mut().copy_from_slice(&case.qkv.data()[..cut * shape.channels()]);
+            let steps = vec![Step::Rows { rows: 0..cut, carry: Some(&mut carry) }];
+            let first = part.run(isa, &pool, &mut [Fold { state: &mut state, steps }]);
+            let steps = vec![Step::Rows { rows: cut..300, carry: Some(&mut carry) }];
+            let beside = vec![Step::Rows { rows: 0..cut - 1, carry: None }];
             let rest = case.run(
                 isa,
                 &pool,
-                &mut [
-                    Fold {
-                        state: &mut other,
-                        steps: beside,
-                    },
-                    Fold {
-                        state: &mut state,
-                        steps,
-                    },
-                ],
+                &mut [Fold { state: &mut other, steps: beside }, Fold { state: &mut state, steps }],
             );
             let row = 6 * 48;
             assert!(first.data() == &whole.data()[..cut * row], "{isa:?}: rows before {cut}");
-            assert!(
-                rest.data()[cut * row..] == whole.data()[cut * row..],
-                "{isa:?}: rows behind {cut}"
-            );
+            assert!(rest.data()[cut * row..] == whole.data()[cut * row..], "{isa:?}: rows behind {cut}");
             assert!(state == whole_state, "{isa:?}: state");
-            let (Transition::Dense(again), zero_again) = finish(isa, &pool, carry, &state) else {
-                panic!("dense")
-            };
+            let (Transition::Dense(again), zero_again) = finish(isa, &pool, carry, &state) else { panic!("dense") };
             assert!(again == t && zero_again == zero_start, "{isa:?}: operator");
         }
     }
@@ -194,47 +135,22 @@ fn a_jump_is_what_its_body_does() {
     let mut anywhere = case.state(7);
     let (_, t, zero_start) = case.body(isa, &pool, &mut anywhere);
     case.body(isa, &pool, &mut after);
-    let part = RecurrentPart {
-        transition: Transition::Dense(t),
-        state: zero_start,
-        tail: None,
-    };
+    let part = RecurrentPart { transition: Transition::Dense(t), state: zero_start, tail: None };
 
     let jumped = |rule, part: &RecurrentPart<Cpu>| {
         let (mut state, mut saved) = (before.clone(), CpuTensor::zeros(&[1]));
-        let steps = vec![
-            Step::Jump { rule, part },
-            Step::Save(&mut saved),
-            Step::Rows {
-                rows: 0..3,
-                carry: None,
-            },
-        ];
-        case.run(
-            isa,
-            &pool,
-            &mut [Fold {
-                state: &mut state,
-                steps,
-            }],
-        );
+        let steps = vec![Step::Jump { rule, part }, Step::Save(&mut saved), Step::Rows { rows: 0..3, carry: None }];
+        case.run(isa, &pool, &mut [Fold { state: &mut state, steps }]);
         assert!(saved != state);
         saved
     };
     let to_f64 = |t: &CpuTensor| t.data().iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
     let body = to_f64(&part.state);
-    close(
-        "transition",
-        jumped(ComposeRule::Transition, &part).data(),
-        &to_f64(&after),
-        2e-6,
-    );
+    close("transition", jumped(ComposeRule::Transition, &part).data(), &to_f64(&after), 2e-6);
     close("last", jumped(ComposeRule::Last, &part).data(), &body, 0.0);
     let sum = |factor: &dyn Fn(usize) -> f64| {
         let pairs = before.data().iter().zip(&body).enumerate();
-        pairs
-            .map(|(i, (x, y))| factor(i) * f64::from(*x) + y)
-            .collect::<Vec<_>>()
+        pairs.map(|(i, (x, y))| factor(i) * f64::from(*x) + y).collect::<Vec<_>>()
     };
     close("add", jumped(ComposeRule::Add, &part).data(), &sum(&|_| 1.0), 1e-7);
 
@@ -242,24 +158,11 @@ fn a_jump_is_what_its_body_does() {
     factors.data_mut().copy_from_slice(&[0.0, 0.5, 1.0, -2.0]);
     let (size, rows) = (SHAPE.d_k * SHAPE.d_v, Rng(3).tensor(&[4, SHAPE.d_k], 1.0));
     let want = sum(&|i| [0.0, 0.5, 1.0, -2.0][i / size]);
-    let scalar = RecurrentPart {
-        transition: Transition::Scalar(factors),
-        state: part.state.clone(),
-        tail: None,
-    };
+    let scalar = RecurrentPart { transition: Transition::Scalar(factors), state: part.state.clone(), tail: None };
     close("scalar", jumped(ComposeRule::Transition, &scalar).data(), &want, 3e-7);
     let want = sum(&|i| f64::from(rows.data()[i / SHAPE.d_v]));
-    let diagonal = RecurrentPart {
-        transition: Transition::Diagonal(rows.clone()),
-        state: part.state,
-        tail: None,
-    };
-    close(
-        "diagonal",
-        jumped(ComposeRule::Transition, &diagonal).data(),
-        &want,
-        3e-7,
-    );
+    let diagonal = RecurrentPart { transition: Transition::Diagonal(rows.clone()), state: part.state, tail: None };
+    close("diagonal", jumped(ComposeRule::Transition, &diagonal).data(), &want, 3e-7);
 }
 
 #[test]
@@ -267,22 +170,6 @@ fn a_jump_is_what_its_body_does() {
 fn overlapping_steps_are_refused() {
     let case = Case::new(SHAPE, 4, 1);
     let mut state = case.state(1);
-    let steps = vec![
-        Step::Rows {
-            rows: 0..3,
-            carry: None,
-        },
-        Step::Rows {
-            rows: 2..4,
-            carry: None,
-        },
-    ];
-    case.run(
-        Isa::best(),
-        &Pool::new(1),
-        &mut [Fold {
-            state: &mut state,
-            steps,
-        }],
-    );
+    let steps = vec![Step::Rows { rows: 0..3, carry: None }, Step::Rows { rows: 2..4, carry: None }];
+    case.run(Isa::best(), &Pool::new(1), &mut [Fold { state: &mut state, steps }]);
 }

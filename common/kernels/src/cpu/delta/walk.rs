@@ -47,10 +47,7 @@ impl<'a> Walk<'a> {
                 Stage::Save(Shared::new(to.data_mut()))
             }
         });
-        Walk {
-            stages: stages.collect(),
-            state: Shared::new(fold.state.data_mut()),
-        }
+        Walk { stages: stages.collect(), state: Shared::new(fold.state.data_mut()) }
     }
 }
 
@@ -84,20 +81,8 @@ pub(super) fn jump(
                 };
                 let new = room(scratch, state.len());
                 new.copy_from_slice(body);
-                let t = Left {
-                    data: &dense.blocks.data()[slot * d_k * d_k..],
-                    row: d_k,
-                    col: 1,
-                };
-                matmul(
-                    isa,
-                    [d_k, d_v, d_k],
-                    t,
-                    Right::rows(&*state, d_v),
-                    Scale::All(1.0),
-                    new,
-                    d_v,
-                );
+                let t = Left { data: &dense.blocks.data()[slot * d_k * d_k..], row: d_k, col: 1 };
+                matmul(isa, [d_k, d_v, d_k], t, Right::rows(&*state, d_v), Scale::All(1.0), new, d_v);
                 state.copy_from_slice(new);
             }
         },

@@ -2,19 +2,11 @@ use super::*;
 use crate::RopeSpec;
 use crate::cpu::CpuTensor;
 
-const SHAPE: KvShape = KvShape {
-    heads: 3,
-    d_k: 10,
-    d_v: 7,
-    dtype: DType::F32,
-};
+const SHAPE: KvShape = KvShape { heads: 3, d_k: 10, d_v: 7, dtype: DType::F32 };
 
 fn numbers(shape: &[usize], seed: usize) -> CpuTensor {
     let mut t = CpuTensor::zeros(shape);
-    t.data_mut()
-        .iter_mut()
-        .enumerate()
-        .for_each(|(i, x)| *x = ((i + 31 * seed) as f32 * 0.37).sin());
+    t.data_mut().iter_mut().enumerate().for_each(|(i, x)| *x = ((i + 31 * seed) as f32 * 0.37).sin());
     t
 }
 
@@ -40,30 +32,17 @@ fn what_goes_in_comes_out() {
         let kv = store(shape, 100);
         assert_eq!((kv.len(), kv.bytes()), (100, (112 * 30 + 100 * 21) * dtype.size()));
         let host = kv.download();
-        assert_eq!(
-            (host.k.dtype(), host.k.shape(), host.v.shape()),
-            (dtype, &[100, 3, 10][..], &[100, 3, 7][..])
-        );
+        assert_eq!((host.k.dtype(), host.k.shape(), host.v.shape()), (dtype, &[100, 3, 10][..], &[100, 3, 7][..]));
         let round = |x: f32| {
-            if dtype == DType::Bf16 {
-                bf16::from_f32(x).to_f32()
-            } else {
-                x
-            }
+            if dtype == DType::Bf16 { bf16::from_f32(x).to_f32() } else { x }
         };
         let (k, v) = (numbers(&[102, 32], 1), numbers(&[102, 25], 2));
         for token in 0..100 {
             for i in 0..30 {
-                assert_eq!(
-                    host.k.to_f32()[token * 30 + i],
-                    round(k.data()[(token + 2) * 32 + 1 + i])
-                );
+                assert_eq!(host.k.to_f32()[token * 30 + i], round(k.data()[(token + 2) * 32 + 1 + i]));
             }
             for i in 0..21 {
-                assert_eq!(
-                    host.v.to_f32()[token * 21 + i],
-                    round(v.data()[(token + 2) * 25 + 2 + i])
-                );
+                assert_eq!(host.v.to_f32()[token * 21 + i], round(v.data()[(token + 2) * 25 + 2 + i]));
             }
         }
         assert_eq!(CpuKv::upload(&host, shape).download(), host);
@@ -98,12 +77,7 @@ fn copies_and_prefixes_are_the_tokens_they_name() {
 
 #[test]
 fn keys_are_turned_as_they_are_appended() {
-    let rope = CpuRope::new(&RopeSpec {
-        offset: 2,
-        inv_freq: vec![1.0, 0.1],
-        interleaved: false,
-        scale: 1.0,
-    });
+    let rope = CpuRope::new(&RopeSpec { offset: 2, inv_freq: vec![1.0, 0.1], interleaved: false, scale: 1.0 });
     let (k, v) = (numbers(&[2, 30], 1), numbers(&[2, 21], 2));
     let mut kv = CpuKv::new(SHAPE);
     kv.append(0..2, Cols::new(&k, 0), Cols::new(&v, 0), &[-3, 4], Some(&rope));
@@ -118,8 +92,5 @@ fn keys_are_turned_as_they_are_appended() {
 #[test]
 #[should_panic(expected = "f32 or bf16, not in f16")]
 fn other_types_are_refused() {
-    CpuKv::new(KvShape {
-        dtype: DType::F16,
-        ..SHAPE
-    });
+    CpuKv::new(KvShape { dtype: DType::F16, ..SHAPE });
 }

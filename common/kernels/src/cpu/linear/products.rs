@@ -113,12 +113,7 @@ impl Vector for Four {
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
-        [
-            self[0] + other[0],
-            self[1] + other[1],
-            self[2] + other[2],
-            self[3] + other[3],
-        ]
+        [self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3]]
     }
 }
 
@@ -201,10 +196,7 @@ impl Product for WideAvx512 {
         unsafe {
             let pairs = _mm512_loadu_si512(from.cast());
             let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(ODD as i32));
-            [
-                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
-                _mm512_castsi512_ps(odd),
-            ]
+            [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd)]
         }
     }
     #[inline(always)]
@@ -267,10 +259,7 @@ impl Product for WideAvx2 {
         unsafe {
             let pairs = _mm256_loadu_si256(from.cast());
             let odd = _mm256_and_si256(pairs, _mm256_set1_epi32(ODD as i32));
-            [
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
-                _mm256_castsi256_ps(odd),
-            ]
+            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)), _mm256_castsi256_ps(odd)]
         }
     }
     #[inline(always)]

@@ -5,9 +5,7 @@ fn numbers(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..len)
         .map(|_| {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
         })
         .collect()
@@ -23,11 +21,7 @@ fn isas() -> impl Iterator<Item = Isa> {
 
 /// As bf16 rounds it.
 fn in_dtype(x: f32, dtype: DType) -> f64 {
-    f64::from(if dtype == DType::Bf16 {
-        bf16::from_f32(x).to_f32()
-    } else {
-        x
-    })
+    f64::from(if dtype == DType::Bf16 { bf16::from_f32(x).to_f32() } else { x })
 }
 
 /// The product in f64, and the sum of magnitudes that its rounding errors are measured by.
@@ -36,24 +30,12 @@ fn exact(w: &[f32], x: &[f32], n: usize, k: usize, dtype: DType) -> Vec<(f64, f6
         let terms = x.iter().zip(w).map(|(x, w)| in_dtype(*x, dtype) * in_dtype(*w, dtype));
         terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()))
     };
-    x.chunks(k)
-        .flat_map(|x| (0..n).map(move |j| dot(x, &w[j * k..][..k])))
-        .collect()
+    x.chunks(k).flat_map(|x| (0..n).map(move |j| dot(x, &w[j * k..][..k]))).collect()
 }
 
 #[test]
 fn products_match_f64_at_every_edge() {
-    for (n, k) in [
-        (1, 1),
-        (5, 3),
-        (31, 7),
-        (32, 64),
-        (33, 65),
-        (95, 129),
-        (128, 32),
-        (161, 130),
-        (300, 17),
-    ] {
+    for (n, k) in [(1, 1), (5, 3), (31, 7), (32, 64), (33, 65), (95, 129), (128, 32), (161, 130), (300, 17)] {
         let weights = numbers(n as u64, n * k);
         let split = n / 3;
         let parts = [
@@ -77,15 +59,8 @@ fn products_match_f64_at_every_edge() {
                     for (i, (want, size)) in want.iter().enumerate() {
                         let (got, off) = (out.data()[i], f64::from(out.data()[i]) - want);
                         let bound = (k as f64).sqrt().max(2.0) * 1.2e-7 * size + 1e-30;
-                        assert!(
-                            off.abs() <= bound,
-                            "{isa:?} {dtype} {rows}x{n}x{k}: element {i} is {got}, not {want}"
-                        );
-                        assert_eq!(
-                            sum.data()[i],
-                            before[i] + got,
-                            "{isa:?} {dtype} {rows}x{n}x{k}: sum {i}"
-                        );
+                        assert!(off.abs() <= bound, "{isa:?} {dtype} {rows}x{n}x{k}: element {i} is {got}, not {want}");
+                        assert_eq!(sum.data()[i], before[i] + got, "{isa:?} {dtype} {rows}x{n}x{k}: sum {i}");
                     }
                 }
             }
@@ -112,11 +87,7 @@ fn a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads() {
             for len in 1..=14 {
                 for from in (0..rows - len).step_by(9) {
                     let some = product(1, from..from + len);
-                    assert_eq!(
-                        some,
-                        all[from * n..(from + len) * n],
-                        "{isa:?} {dtype}: rows {from}, {len} of them"
-                    );
+                    assert_eq!(some, all[from * n..(from + len) * n], "{isa:?} {dtype}: rows {from}, {len} of them");
                 }
             }
         }
@@ -144,10 +115,7 @@ fn packing_keeps_values_of_every_checkpoint_dtype() {
     let values: Vec<f32> = numbers(3, n * k).iter().map(|v| bf16::from_f32(*v).to_f32()).collect();
     let halves: Vec<u8> = values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect();
     let ids = [69, 0, 31, 32, 33, 0];
-    let want: Vec<f32> = ids
-        .iter()
-        .flat_map(|id| values[*id as usize * k..][..k].to_vec())
-        .collect();
+    let want: Vec<f32> = ids.iter().flat_map(|id| values[*id as usize * k..][..k].to_vec()).collect();
     for part in [
         HostTensor::from_f32([n, k], &values),
         HostTensor::from_f64([n, k], &values.iter().map(|v| f64::from(*v)).collect::<Vec<_>>()),
@@ -166,16 +134,7 @@ fn packing_keeps_values_of_every_checkpoint_dtype() {
 
 #[test]
 fn rounding_to_bf16_is_that_of_half() {
-    let special = [
-        0.0,
-        -0.0,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::MAX,
-        f32::MIN_POSITIVE,
-        1e-40,
-        1.003_906_3,
-    ];
+    let special = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE, 1e-40, 1.003_906_3];
     for x in numbers(5, 10_000).into_iter().chain(special) {
         assert_eq!(round_bf16(x), u32::from(bf16::from_f32(x).to_bits()), "{x}");
     }

@@ -84,11 +84,7 @@ pub(super) unsafe fn block<P: Product>(job: &Job<'_>, rows: Range<usize>, cols: 
     let tiles = rows.len().div_ceil(P::ROWS);
     if tiles <= 1 {
         // All weights are read once, in order.
-        let walk = Walk {
-            steps: 0..job.steps,
-            offset: AHEAD * PANEL,
-            stride: PANEL,
-        };
+        let walk = Walk { steps: 0..job.steps, offset: AHEAD * PANEL, stride: PANEL };
         // SAFETY: the caller's promise.
         return unsafe { P::sweep(job, rows.start, rows.len(), cols, &walk) };
     }
@@ -108,11 +104,7 @@ pub(super) unsafe fn block<P: Product>(job: &Job<'_>, rows: Range<usize>, cols: 
                 let from = rows.len() * tile / tiles;
                 let to = rows.len() * (tile + 1) / tiles;
                 let offset = next.wrapping_add(tile * steps.len() * stride);
-                let walk = Walk {
-                    steps: steps.clone(),
-                    offset,
-                    stride,
-                };
+                let walk = Walk { steps: steps.clone(), offset, stride };
                 // SAFETY: the caller's promise.
                 unsafe { P::sweep(job, rows.start + from, to - from, col..col + PANEL, &walk) };
             }
@@ -253,11 +245,7 @@ unsafe fn write<V: Vector, const C: usize>(out: &mut [f32], sums: &[V; C], accum
         // SAFETY: `out` has room for all vectors.
         unsafe {
             let to = out.as_mut_ptr().add(c * V::LANES);
-            if accumulate {
-                V::load(to).add(*sum).store(to)
-            } else {
-                sum.store(to)
-            }
+            if accumulate { V::load(to).add(*sum).store(to) } else { sum.store(to) }
         }
     }
 }

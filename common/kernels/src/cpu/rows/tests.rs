@@ -46,11 +46,7 @@ fn norms_match_f64() {
                 let scale = scale_f64(x, 1e-6);
                 for i in 0..width {
                     let want = f64::from(x[i]) * scale * f64::from(weight.data()[i]);
-                    assert!(
-                        near(out[i], want),
-                        "{isa:?} [{rows}, {width}]: {} is not {want}",
-                        out[i]
-                    );
+                    assert!(near(out[i], want), "{isa:?} [{rows}, {width}]: {} is not {want}", out[i]);
                 }
             }
         });
@@ -98,10 +94,7 @@ fn gates_match_f64() {
             gate(isa, pool, &mut y, Cols::new(&wide, col), kind);
             for (i, got) in y.data().iter().enumerate() {
                 let g = wide.data()[i / f * wide.cols() + col + i % f];
-                assert!(
-                    near(*got, f64::from(out.data()[i]) * gate_f64(g, kind)),
-                    "{kind:?} of {g}"
-                );
+                assert!(near(*got, f64::from(out.data()[i]) * gate_f64(g, kind)), "{kind:?} of {g}");
             }
         }
     });
@@ -135,16 +128,7 @@ fn every_instruction_set_has_the_same_bits() {
     let mut first: Option<CpuTensor> = None;
     for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
         let mut out = CpuTensor::zeros(&[0]);
-        gated_norm(
-            isa,
-            &Pool::new(1),
-            &x,
-            &weight,
-            1e-6,
-            Cols::new(&x, 0),
-            Gate::Silu,
-            &mut out,
-        );
+        gated_norm(isa, &Pool::new(1), &x, &weight, 1e-6, Cols::new(&x, 0), Gate::Silu, &mut out);
         assert_eq!(*first.get_or_insert(out.clone()), out, "{isa:?}");
     }
 }

@@ -21,13 +21,7 @@ impl Rng {
     }
 }
 
-pub const SHAPE: DeltaShape = DeltaShape {
-    key_heads: 2,
-    heads: 4,
-    d_k: 24,
-    d_v: 20,
-    beta_scale: 1.0,
-};
+pub const SHAPE: DeltaShape = DeltaShape { key_heads: 2, heads: 4, d_k: 24, d_v: 20, beta_scale: 1.0 };
 
 /// A layer's inputs; `a` and `b` stand in the middle of wider matrices.
 #[derive(Clone)]
@@ -45,11 +39,7 @@ impl Case {
         let mut rng = Rng(seed * 0x9E37_79B9 + 1);
         let mut a_log = rng.tensor(&[shape.heads], 1.0);
         // Heads from slow to fast decay.
-        a_log
-            .data_mut()
-            .iter_mut()
-            .enumerate()
-            .for_each(|(h, x)| *x += 2.0 * h as f32 - 4.0);
+        a_log.data_mut().iter_mut().enumerate().for_each(|(h, x)| *x += 2.0 * h as f32 - 4.0);
         Case {
             shape,
             qkv: rng.tensor(&[rows, shape.channels()], 1.0),
@@ -62,13 +52,7 @@ impl Case {
 
     pub fn run(&self, isa: Isa, pool: &Pool, folds: &mut [Fold<'_, Cpu>]) -> CpuTensor {
         let (b, a) = (Cols::new(&self.b, 3), Cols::new(&self.a, 1));
-        let inputs = DeltaInputs {
-            qkv: &self.qkv,
-            b,
-            a,
-            a_log: &self.a_log,
-            dt_bias: &self.dt_bias,
-        };
+        let inputs = DeltaInputs { qkv: &self.qkv, b, a, a_log: &self.a_log, dt_bias: &self.dt_bias };
         let mut out = CpuTensor::alloc(&[1, 1]);
         gated_delta(isa, pool, self.shape, inputs, folds, &mut out);
         out
@@ -81,14 +65,9 @@ impl Case {
     /// All rows after `state`, with the carry of all.
     pub fn body(&self, isa: Isa, pool: &Pool, state: &mut CpuTensor) -> (CpuTensor, Dense<CpuTensor>, CpuTensor) {
         let mut carry = CpuCarry::new(self.shape.heads, self.shape.d_k, self.shape.d_v);
-        let steps = vec![Step::Rows {
-            rows: 0..self.qkv.rows(),
-            carry: Some(&mut carry),
-        }];
+        let steps = vec![Step::Rows { rows: 0..self.qkv.rows(), carry: Some(&mut carry) }];
         let out = self.run(isa, pool, &mut [Fold { state, steps }]);
-        let (Transition::Dense(t), zero_start) = finish(isa, pool, carry, state) else {
-            panic!("dense")
-        };
+        let (Transition::Dense(t), zero_start) = finish(isa, pool, carry, state) else { panic!("dense") };
         (out, t, zero_start)
     }
 }
@@ -101,13 +80,7 @@ pub struct Naive {
 }
 
 pub fn naive(case: &Case, start: &[f32]) -> Naive {
-    let DeltaShape {
-        key_heads,
-        heads,
-        d_k,
-        d_v,
-        beta_scale,
-    } = case.shape;
+    let DeltaShape { key_heads, heads, d_k, d_v, beta_scale } = case.shape;
     let rows = case.qkv.rows();
     let mut out = vec![0.0; rows * heads * d_v];
     let mut state: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
@@ -154,14 +127,10 @@ pub fn naive(case: &Case, start: &[f32]) -> Naive {
 pub fn close(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     let largest = want.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
-    let off = got
-        .iter()
-        .zip(want)
-        .map(|(g, w)| (f64::from(*g) - w).abs())
-        .fold(0.0, |m: f64, d| {
-            assert!(!d.is_nan(), "{what} has a NaN");
-            m.max(d)
-        });
+    let off = got.iter().zip(want).map(|(g, w)| (f64::from(*g) - w).abs()).fold(0.0, |m: f64, d| {
+        assert!(!d.is_nan(), "{what} has a NaN");
+        m.max(d)
+    });
     assert!(off <= tolerance * largest, "{what}: off by {off:e} of {largest:e}");
 }
 

@@ -1,16 +1,16 @@
 //! A cold prompt on one and on two scatter workers of one thread each.
 
 use anyhow::Result;
-use hypic_benches::{Asked, Prompts, Served, Table, Times, subjects};
+use hypic_benches::{Asked, Prompts, Served, Subject, Table, Times};
 use hypic_router::Mode;
 
 const DOCUMENTS: usize = 16;
 const DOCUMENT: usize = 512;
 const QUERY: usize = 64;
 
-fn main() -> Result<()> {
-    for subject in subjects()? {
-        let fleets = [Served::start(&subject, 1, 1)?, Served::start(&subject, 2, 1)?];
+pub fn measure(subjects: &[Subject]) -> Result<()> {
+    for subject in subjects {
+        let fleets = [Served::start(subject, 1, 1)?, Served::start(subject, 2, 1)?];
         let mut prompts = Prompts::new(fleets[0].vocab());
         let documents = prompts.segments(DOCUMENTS, DOCUMENT);
         let query = prompts.ids(QUERY);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use hypic_benches::{Asked, Prompts, Served, Table, Times, cores, subjects};
+use hypic_benches::{Asked, Prompts, Served, Subject, Table, Times, cores};
 use hypic_router::Mode;
 
 const DOCUMENT: usize = 512;
@@ -11,9 +11,9 @@ const QUERY: usize = 64;
 const TOKENS: u32 = 33;
 const BATCHES: [u32; 2] = [1, 8];
 
-fn main() -> Result<()> {
-    for subject in subjects()? {
-        let served = Served::start(&subject, 1, cores())?;
+pub fn measure(subjects: &[Subject]) -> Result<()> {
+    for subject in subjects {
+        let served = Served::start(subject, 1, cores())?;
         let mut prompts = Prompts::new(served.vocab());
         let mut table = Table::new(["prompt", "answers", "ms a step", "tokens/s"]);
         for documents in [0, 8] {

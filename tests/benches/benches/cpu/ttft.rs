@@ -2,7 +2,7 @@
 //! system text), by a prefix cache that has seen the same prompts, and by an ordinary forward of everything.
 
 use anyhow::Result;
-use hypic_benches::{Asked, Prompts, Served, Table, Times, cores, subjects};
+use hypic_benches::{Asked, Prompts, Served, Subject, Table, Times, cores};
 use hypic_router::{Mode, Usage};
 
 const DOCUMENTS: [usize; 2] = [8, 16];
@@ -16,10 +16,10 @@ fn computed(usage: &Usage) -> u64 {
     usage.seam_tokens + usage.computed_tokens
 }
 
-fn main() -> Result<()> {
-    for subject in subjects()? {
+pub fn measure(subjects: &[Subject]) -> Result<()> {
+    for subject in subjects {
         let threads = cores();
-        let served = Served::start(&subject, threads, threads)?;
+        let served = Served::start(subject, threads, threads)?;
         let mut prompts = Prompts::new(served.vocab());
         let mut table =
             Table::new(["documents", "full", "cold", "prefix", "warm", "full:cold", "prefix:warm", "rows", "of it"]);
