@@ -5,8 +5,10 @@
 //! waits for a part holds up nobody. Whatever ends a request (its last token, an error, its deadline, a
 //! cancellation, a panic) removes it from the books here, and with that everything it held.
 
+mod answers;
+mod prompts;
+
 use std::collections::{HashMap, VecDeque};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
@@ -14,16 +16,16 @@ use std::time::Instant;
 
 use hypic_cache::{Store, Waker};
 use hypic_kernels::Backend;
-use hypic_model::{Item, Logits, Model, Pass, Progress, RunningState, Sequence, SequenceOutput, Workspace};
-use hypic_transport::{
-    ChoiceEnd, CombineError, Exchange, GenerationEvent, Plan, SamplingParams, TokenEvent, panic_text,
-};
+use hypic_model::{Model, RunningState, Workspace};
+use hypic_transport::{ChoiceEnd, CombineError, Exchange, GenerationEvent, Plan, panic_text};
 use tracing::{debug, error};
 
+use answers::Decoding;
+
+use crate::CombinerConfig;
 use crate::combiner::Gauges;
 use crate::prefix::{Lengths, PrefixState};
-use crate::prompt::{Prompt, Save};
-use crate::{CombinerConfig, Sampler};
+use crate::prompt::Prompt;
 
 pub(crate) enum Command {
     Generate(Box<Plan>),
@@ -70,17 +72,6 @@ impl Request {
         self.plan.deadline.filter(|&d| d <= now).map(|_| CombineError::Deadline)
     }
 }
-
-/// An answer that is being decoded.
-struct Decoding<B: Backend> {
-    request: u64,
-    choice: usize,
-    state: Option<RunningState<B>>,
-    sampler: Sampler,
-    /// The token to feed next.
-    last: u32,
-}
-
 /// What a combiner works with.
 pub(crate) struct Setup<B: Backend> {
     pub config: CombinerConfig,
@@ -272,243 +263,9 @@ impl<B: Backend> Device<B> {
         }
     }
 
-    // ---- prompts
-
-    /// Advance prompts for a slice of time (as long as it takes to finish a layer at least). False if
-    /// none could move.
-    fn advance_prompts(&mut self) -> bool {
-        let begun = Instant::now();
-        let mut moved = false;
-        let mut blocked = 0;
-        while blocked < self.prompts.len() {
-            let Some(mut prompt) = self.prompts.pop_front() else {
-                break;
-            };
-            match self.advance_prompt(&mut prompt) {
-                Ok(Step::Waiting) => {
-                    blocked += 1;
-                    self.prompts.push_back(prompt);
-                    continue;
-                }
-                Ok(Step::Layer) => self.prompts.push_front(prompt),
-                Ok(Step::Pass) => self.prompts.push_back(prompt),
-                Ok(Step::Prompt) => {}
-                Err(why) => self.fail(prompt.request, why),
-            }
-            moved = true;
-            blocked = 0;
-            // Answers and deadlines wait for no more than a slice; cancellations and new requests for no more than a layer.
-            if begun.elapsed() >= self.setup.config.prompt_slice || self.anything_new() {
-                break;
-            }
-        }
-        moved
-    }
-
-    fn anything_new(&mut self) -> bool {
-        if self.requests.values().any(|r| r.plan.cancel.is_cancelled()) {
-            return true;
-        }
-        let mut new = false;
-        while let Ok(command) = self.queue.try_recv() {
-            new |= !matches!(command, Command::Wake);
-            self.take(command);
-        }
-        new
-    }
-
-    fn advance_prompt(&mut self, prompt: &mut Prompt<B>) -> Result<Step, CombineError> {
-        let id = prompt.request;
-        prompt.next_pass();
-        let begun = Instant::now();
-        let (backend, model, ws) = (&self.setup.backend, &self.setup.model, &mut self.prompt_ws);
-        let computed = catch_unwind(AssertUnwindSafe(|| advance_pass(prompt, backend, model, ws)));
-        let computed = computed.map_err(|panic| {
-            self.prompt_ws = Workspace::new(&self.setup.backend);
-            self.panicked(&*panic)
-        })??;
-        if let Computed::Nothing = computed {
-            return Ok(Step::Waiting);
-        }
-        prompt.busy += begun.elapsed();
-        if !prompt.begun {
-            prompt.begun = true;
-            self.requests[&id].tell(GenerationEvent::Started(begun));
-        }
-        let Computed::Pass { rows, sequence, logits } = computed else { return Ok(Step::Layer) };
-        self.requests[&id].tell(GenerationEvent::Rows(rows));
-        let last = prompt.is_last_pass();
-        let sequence = self.keep_saved(prompt, sequence, last);
-        match logits {
-            Some(logits) if last => {
-                self.begin_answers(id, prompt, sequence, &logits)?;
-                Ok(Step::Prompt)
-            }
-            _ => {
-                prompt.put_back(sequence.state);
-                Ok(Step::Pass)
-            }
-        }
-    }
-
-    /// Keep the prefix states that a pass has left; what stays is for the answers to start from.
-    fn keep_saved(&mut self, prompt: &mut Prompt<B>, mut sequence: SequenceOutput<B>, last: bool) -> SequenceOutput<B> {
-        let request = &self.requests[&prompt.request];
-        let fork = last && request.plan.choices.len() > 1;
-        let states = sequence.saved.len() - usize::from(fork);
-        for frozen in sequence.saved.drain(..states) {
-            let Save { point, exact } = prompt.saves.pop_front().expect("a point for each state");
-            debug_assert_eq!(frozen.position(), point.position as i64);
-            let state = PrefixState::new(frozen, point.position, exact, &self.setup.lengths, request.plan.root);
-            self.setup.store.put_prefix(point.key, Arc::new(state), point.kind, prompt.busy);
-        }
-        sequence
-    }
-
-    /// The prompt is done: its answers begin with the tokens that its last row gives.
-    fn begin_answers(
-        &mut self,
-        id: u64,
-        prompt: &Prompt<B>,
-        mut sequence: SequenceOutput<B>,
-        logits: &[f32],
-    ) -> Result<(), CombineError> {
-        let request = &self.requests[&id];
-        request.tell(GenerationEvent::Composed(prompt.busy));
-        let fork = sequence.saved.pop();
-        let mut state = Some(sequence.state);
-        let choices: Vec<SamplingParams> = request.plan.choices.clone();
-        let ids = request.plan.prompt_ids.clone();
-        for (choice, params) in choices.into_iter().enumerate() {
-            let own = match &fork {
-                Some(frozen) => RunningState::resume(&self.setup.backend, &self.setup.model, frozen),
-                None => state.take().expect("one answer goes on from the state itself"),
-            };
-            let mut answer = Decoding {
-                request: id,
-                choice,
-                state: Some(own),
-                sampler: Sampler::new(params, ids.iter().copied()),
-                last: 0,
-            };
-            if self.take_token(&mut answer, logits)? {
-                self.answers.push(answer);
-            }
-        }
-        Ok(())
-    }
-
-    // ---- answers
-
-    /// Sample an answer's next token; false if it was the last one.
-    fn take_token(&mut self, answer: &mut Decoding<B>, logits: &[f32]) -> Result<bool, CombineError> {
-        let sampled = answer.sampler.sample(logits);
-        let sampled = sampled.map_err(|e| CombineError::Sampling { field: e.field, message: e.message })?;
-        let (id, choice) = (answer.request, answer.choice);
-        answer.last = sampled.token;
-        let plan = &self.requests[&id].plan;
-        let (logprob, top) = sampled.logprobs.map_or((None, Vec::new()), |l| (Some(l.chosen), l.top));
-        _ = plan.events.send(GenerationEvent::Token(TokenEvent { choice, token: sampled.token, logprob, top }));
-        let end = if plan.eos.contains(&sampled.token) {
-            ChoiceEnd::Eos
-        } else if answer.sampler.generated() >= plan.max_tokens as u64 {
-            ChoiceEnd::Length
-        } else {
-            return Ok(true);
-        };
-        self.end_choice(id, choice, end);
-        Ok(false)
-    }
-
-    /// One step of every answer, in one pass.
-    fn decode(&mut self) {
-        if self.answers.is_empty() {
-            return;
-        }
-        let sequences: Vec<Sequence<B>> = self
-            .answers
-            .iter_mut()
-            .map(|a| Sequence {
-                state: a.state.take().expect("a state between steps"),
-                items: vec![Item::Run(vec![a.last])],
-                capture: None,
-                logits: Logits::Last,
-            })
-            .collect();
-        let (backend, model, ws) = (&self.setup.backend, &self.setup.model, &mut self.decode_ws);
-        let stepped = catch_unwind(AssertUnwindSafe(|| Pass::new(sequences).run(backend, model, ws)));
-        let output = match stepped {
-            Ok(output) => output.expect("decoding needs no parts"),
-            Err(panic) => {
-                let why = self.panicked(&*panic);
-                self.decode_ws = Workspace::new(&self.setup.backend);
-                let ids: Vec<u64> = self.answers.iter().map(|a| a.request).collect();
-                ids.into_iter().for_each(|id| self.fail(id, why.clone()));
-                return;
-            }
-        };
-        let vocab = self.setup.model.spec().vocab;
-        let logits = self.setup.backend.download(&output.logits.expect("every answer wants logits")).to_f32();
-        let mut failed = Vec::new();
-        let answers = std::mem::take(&mut self.answers);
-        for ((mut answer, sequence), logits) in answers.into_iter().zip(output.sequences).zip(logits.chunks(vocab)) {
-            answer.state = Some(sequence.state);
-            if failed.iter().any(|(id, _)| *id == answer.request) {
-                continue;
-            }
-            match self.take_token(&mut answer, logits) {
-                Ok(true) => self.answers.push(answer),
-                Ok(false) => {}
-                Err(why) => failed.push((answer.request, why)),
-            }
-        }
-        failed.into_iter().for_each(|(id, why)| self.fail(id, why));
-    }
-
     fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> CombineError {
         let text = panic_text(panic);
         error!(combiner = %self.setup.config.id, reason = text, "a pass panicked");
         CombineError::Internal(text.to_string())
     }
-}
-
-/// What the device did for a prompt.
-enum Computed<B: Backend> {
-    /// A part is on its way.
-    Nothing,
-    /// One layer.
-    Layer,
-    /// The last layer of a pass.
-    Pass { rows: usize, sequence: SequenceOutput<B>, logits: Option<Vec<f32>> },
-}
-
-fn advance_pass<B: Backend>(
-    prompt: &mut Prompt<B>,
-    backend: &B,
-    model: &Model<B>,
-    ws: &mut Workspace<B>,
-) -> Result<Computed<B>, CombineError> {
-    let mut pass = prompt.pass.take().expect("just begun");
-    let progress = pass.advance(backend, model, ws).map_err(|e| CombineError::Segment(e.to_string()))?;
-    if progress != Progress::Done {
-        prompt.pass = Some(pass);
-        let waiting = matches!(progress, Progress::Waiting { .. });
-        return Ok(if waiting { Computed::Nothing } else { Computed::Layer });
-    }
-    let rows = pass.rows();
-    let mut output = pass.finish(backend, model, ws);
-    let sequence = output.sequences.pop().expect("one sequence");
-    Ok(Computed::Pass { rows, sequence, logits: output.logits.map(|l| backend.download(&l).to_f32()) })
-}
-
-/// How far a prompt came.
-enum Step {
-    /// Nowhere: it waits for a part.
-    Waiting,
-    /// Through a layer.
-    Layer,
-    /// Through a pass.
-    Pass,
-    /// To its first token.
-    Prompt,
 }
