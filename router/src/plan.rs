@@ -193,7 +193,7 @@ impl Planner<'_> {
         if tag.is_none() {
             return Prefix { root, resume: None, saves: Vec::new() };
         }
-        let mut saves = self.save_points(tokens);
+        let saves = self.save_points(tokens);
         let known = self.fleet.combine.prefix_lengths(root);
         let wanted = saves.iter().map(|s| s.position).chain(known.iter().copied());
         let keys = chain_keys(chain, settings.mode, tokens, wanted.collect());
@@ -205,7 +205,7 @@ impl Planner<'_> {
         let resume = if hashes.is_empty() { None } else { self.fleet.combine.prefix(&hashes) };
         let start = resume.as_ref().map_or(0, |hit| hit.tokens);
         let saves = saves
-            .drain(..)
+            .into_iter()
             .filter(|s| s.position > start)
             .filter_map(|s| keys.get(&s.position).map(|&key| SavePoint { position: s.position, key, kind: s.kind }))
             .collect();

@@ -9,4 +9,4 @@ mod interest;
 mod worker;
 
 pub use interest::Interest;
-pub use worker::{PrefixStates, Worker, WorkerConfig};
+pub use worker::{Worker, WorkerConfig};

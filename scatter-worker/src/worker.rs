@@ -16,10 +16,6 @@ use tokio::sync::{Notify, oneshot};
 use crate::Interest;
 use crate::device::{self, Command, Work};
 
-/// What the store keeps beside entries; the worker does not look into it.
-pub trait PrefixStates: Stored {}
-impl<P: Stored> PrefixStates for P {}
-
 /// Settings of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
@@ -38,9 +34,9 @@ impl WorkerConfig {
     }
 }
 
-/// A scatter worker in this process. Dropping it stops its thread after the pass at hand; jobs that it
+/// A scatter worker in this process. `P` is what its store keeps beside entries; the worker does not look into it. Dropping it stops its thread after the pass at hand; jobs that it
 /// has not done fail.
-pub struct Worker<B: Backend, P: PrefixStates> {
+pub struct Worker<B: Backend, P: Stored> {
     id: String,
     store: Store<B, P>,
     exchange: Exchange<B>,
@@ -49,7 +45,7 @@ pub struct Worker<B: Backend, P: PrefixStates> {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl<B: Backend, P: PrefixStates> Worker<B, P> {
+impl<B: Backend, P: Stored> Worker<B, P> {
     /// Start a worker on `backend`.
     ///
     /// # Errors
@@ -107,7 +103,7 @@ impl<B: Backend, P: PrefixStates> Worker<B, P> {
     }
 }
 
-impl<B: Backend, P: PrefixStates> Scatter for Worker<B, P> {
+impl<B: Backend, P: Stored> Scatter for Worker<B, P> {
     fn id(&self) -> &str {
         &self.id
     }
@@ -125,7 +121,7 @@ impl<B: Backend, P: PrefixStates> Scatter for Worker<B, P> {
     }
 }
 
-impl<B: Backend, P: PrefixStates> Drop for Worker<B, P> {
+impl<B: Backend, P: Stored> Drop for Worker<B, P> {
     fn drop(&mut self) {
         _ = self.commands.send(Command::Stop);
         if let Some(thread) = self.thread.lock().take() {
