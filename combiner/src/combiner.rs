@@ -6,10 +6,14 @@ use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use hypic_cache::{PrefixKey, Store, StoreConfig};
+use futures::future::BoxFuture;
+use hypic_cache::{EntryKey, PrefixKey, Source, Store, StoreConfig};
 use hypic_kernels::Backend;
 use hypic_model::{Model, ModelInfo};
-use hypic_transport::{Combine, CombineError, Exchange, GenerationEvent, Plan, PrefixHit};
+use hypic_transport::{
+    Combine, CombineError, CombineLoad, Exchange, GenerationEvent, Incoming, JobError, JobOutcome, Plan, PrefillJob,
+    PrefixHit, Scatter, SegmentBody,
+};
 
 use crate::device::{Command, Device, Setup, Waking};
 use crate::prefix::{Lengths, PrefixState};
@@ -70,7 +74,9 @@ pub struct Combiner<B: Backend> {
     id: String,
     store: Store<B, PrefixState<B>>,
     lengths: Lengths,
-    commands: Sender<Command>,
+    exchange: Exchange<B>,
+    last_resort: Arc<dyn Scatter>,
+    commands: Sender<Command<B>>,
     gauges: Arc<Gauges>,
     prefix_room: PrefixRoom,
     thread: Option<JoinHandle<()>>,
@@ -84,7 +90,8 @@ struct PrefixRoom {
 }
 
 impl<B: Backend> Combiner<B> {
-    /// Start a combiner on `backend`. `store` is its entries and prefix states, with the settings it was made with.
+    /// Start a combiner on `backend`. `store` is its entries and prefix states, with the settings it was made with;
+    /// `last_resort` computes entries into that store, and delivers them to `exchange`, when no worker can.
     ///
     /// # Errors
     /// If the system gives no thread.
@@ -95,6 +102,7 @@ impl<B: Backend> Combiner<B> {
         store: Store<B, PrefixState<B>>,
         store_config: StoreConfig,
         exchange: Exchange<B>,
+        last_resort: Arc<dyn Scatter>,
     ) -> std::io::Result<Self> {
         let (commands, queue) = std::sync::mpsc::channel();
         let (lengths, gauges) = (Lengths::default(), Arc::new(Gauges::default()));
@@ -104,10 +112,11 @@ impl<B: Backend> Combiner<B> {
         let waking = Waking { pending: Arc::new(AtomicBool::new(false)), commands: commands.clone() };
         let id = config.id.clone();
         let (shared, book, told) = (store.clone(), lengths.clone(), gauges.clone());
-        let setup = Setup { config, backend, model, store: shared, exchange, lengths: book, gauges: told };
+        let setup = Setup { config, backend, model, store: shared, lengths: book, gauges: told };
         let device = Device::new(setup, queue, waking);
         let thread = std::thread::Builder::new().name(id.clone()).spawn(move || device.run())?;
-        Ok(Combiner { id, store, lengths, commands, gauges, prefix_room, thread: Some(thread) })
+        let thread = Some(thread);
+        Ok(Combiner { id, store, lengths, exchange, last_resort, commands, gauges, prefix_room, thread })
     }
 
     /// What it has to do now.
@@ -117,6 +126,34 @@ impl<B: Backend> Combiner<B> {
             sequences: self.gauges.sequences.load(Ordering::Relaxed),
             state_bytes: self.gauges.state_bytes.load(Ordering::Relaxed),
         }
+    }
+
+    /// Bytes of a prefix state of no tokens, bytes that each token adds, and bytes that all may take.
+    pub fn prefix_sizes(&self) -> (usize, usize, usize) {
+        (self.prefix_room.fixed, self.prefix_room.per_token, self.prefix_room.budget)
+    }
+
+    /// Open the plan's transfers, connect those whose entries are here, and tell which should be and are not.
+    fn connect(&self, plan: &Plan) -> Vec<Option<Incoming<B>>> {
+        let mut transfers = Vec::with_capacity(plan.segments.len());
+        for (index, segment) in plan.segments.iter().enumerate() {
+            let SegmentBody::Entry { key, transfer, held, .. } = segment.body else {
+                transfers.push(None);
+                continue;
+            };
+            transfers.push(Some(self.exchange.open(transfer.id)));
+            if !held {
+                continue;
+            }
+            match self.store.get(key, &segment.tokens) {
+                Some(entry) => {
+                    // A transfer that was opened a moment ago takes its first source.
+                    _ = self.exchange.send(transfer, Source::Entry(entry));
+                }
+                None => _ = plan.events.send(GenerationEvent::Missing(index)),
+            }
+        }
+        transfers
     }
 }
 
@@ -133,9 +170,18 @@ impl<B: Backend> Combine for Combiner<B> {
         self.lengths.of(root)
     }
 
+    fn load(&self) -> CombineLoad {
+        let CombinerLoad { waiting, sequences, .. } = Combiner::load(self);
+        CombineLoad { waiting, sequences }
+    }
+
+    fn holds(&self, key: EntryKey) -> bool {
+        self.store.contains(key)
+    }
+
     fn prefix(&self, keys: &[PrefixKey]) -> Option<PrefixHit> {
         let (index, state) = self.store.longest_prefix(keys.iter().copied())?;
-        Some(PrefixHit { index, tokens: state.tokens, exact: state.exact, hold: state })
+        Some(PrefixHit { key: keys[index], tokens: state.tokens, exact: state.exact })
     }
 
     fn prefix_room(&self, tokens: usize) -> (usize, usize) {
@@ -144,9 +190,14 @@ impl<B: Backend> Combine for Combiner<B> {
 
     fn generate(&self, plan: Plan) {
         let events = plan.events.clone();
-        if self.commands.send(Command::Generate(Box::new(plan))).is_err() {
+        let transfers = self.connect(&plan);
+        if self.commands.send(Command::Generate(Box::new(plan), transfers)).is_err() {
             _ = events.send(GenerationEvent::Failed(CombineError::ShuttingDown));
         }
+    }
+
+    fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
+        self.last_resort.prefill(job)
     }
 }
 

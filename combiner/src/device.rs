@@ -17,7 +17,7 @@ use std::time::Instant;
 use hypic_cache::{Store, Waker};
 use hypic_kernels::Backend;
 use hypic_model::{Model, RunningState, Workspace};
-use hypic_transport::{ChoiceEnd, CombineError, Exchange, GenerationEvent, Plan, panic_text};
+use hypic_transport::{ChoiceEnd, CombineError, GenerationEvent, Incoming, Plan, panic_text};
 use tracing::{debug, error};
 
 use answers::Decoding;
@@ -27,26 +27,26 @@ use crate::combiner::Gauges;
 use crate::prefix::{Lengths, PrefixState};
 use crate::prompt::Prompt;
 
-pub(crate) enum Command {
-    Generate(Box<Plan>),
+pub(crate) enum Command<B: Backend> {
+    /// A plan, and its transfers by segment.
+    Generate(Box<Plan>, Vec<Option<Incoming<B>>>),
     /// A part has arrived somewhere.
     Wake,
     Stop,
 }
 
 /// Wakes the thread, at most once until it has noticed.
-#[derive(Clone)]
-pub(crate) struct Waking {
+pub(crate) struct Waking<B: Backend> {
     pub pending: Arc<AtomicBool>,
-    pub commands: Sender<Command>,
+    pub commands: Sender<Command<B>>,
 }
 
-impl Waking {
+impl<B: Backend> Waking<B> {
     fn waker(&self) -> Waker {
-        let waking = self.clone();
+        let (pending, commands) = (self.pending.clone(), self.commands.clone());
         Arc::new(move || {
-            if !waking.pending.swap(true, Ordering::AcqRel) {
-                _ = waking.commands.send(Command::Wake);
+            if !pending.swap(true, Ordering::AcqRel) {
+                _ = commands.send(Command::Wake);
             }
         })
     }
@@ -72,26 +72,32 @@ impl Request {
         self.plan.deadline.filter(|&d| d <= now).map(|_| CombineError::Deadline)
     }
 }
+
+/// A request without a place.
+struct Waiting<B: Backend> {
+    plan: Plan,
+    transfers: Vec<Option<Incoming<B>>>,
+}
+
 /// What a combiner works with.
 pub(crate) struct Setup<B: Backend> {
     pub config: CombinerConfig,
     pub backend: B,
     pub model: Model<B>,
     pub store: Store<B, PrefixState<B>>,
-    pub exchange: Exchange<B>,
     pub lengths: Lengths,
     pub gauges: Arc<Gauges>,
 }
 
 pub(crate) struct Device<B: Backend> {
     setup: Setup<B>,
-    queue: Receiver<Command>,
-    waking: Waking,
+    queue: Receiver<Command<B>>,
+    waking: Waking<B>,
     waker: Waker,
     prompt_ws: Workspace<B>,
     decode_ws: Workspace<B>,
     next_id: u64,
-    waiting: VecDeque<Plan>,
+    waiting: VecDeque<Waiting<B>>,
     requests: HashMap<u64, Request>,
     prompts: VecDeque<Prompt<B>>,
     answers: Vec<Decoding<B>>,
@@ -99,7 +105,7 @@ pub(crate) struct Device<B: Backend> {
 }
 
 impl<B: Backend> Device<B> {
-    pub fn new(setup: Setup<B>, queue: Receiver<Command>, waking: Waking) -> Self {
+    pub fn new(setup: Setup<B>, queue: Receiver<Command<B>>, waking: Waking<B>) -> Self {
         Device {
             prompt_ws: Workspace::new(&setup.backend),
             decode_ws: Workspace::new(&setup.backend),
@@ -128,7 +134,7 @@ impl<B: Backend> Device<B> {
         for id in self.requests.keys().copied().collect::<Vec<_>>() {
             self.fail(id, CombineError::ShuttingDown);
         }
-        for plan in std::mem::take(&mut self.waiting) {
+        for Waiting { plan, .. } in std::mem::take(&mut self.waiting) {
             _ = plan.events.send(GenerationEvent::Failed(CombineError::ShuttingDown));
         }
         self.publish_load();
@@ -157,13 +163,13 @@ impl<B: Backend> Device<B> {
         }
     }
 
-    fn take(&mut self, command: Command) {
+    fn take(&mut self, command: Command<B>) {
         match command {
-            Command::Generate(plan) if self.waiting.len() >= self.setup.config.max_waiting => {
+            Command::Generate(plan, _) if self.waiting.len() >= self.setup.config.max_waiting => {
                 let waiting = self.waiting.len();
                 _ = plan.events.send(GenerationEvent::Failed(CombineError::Overloaded { waiting }));
             }
-            Command::Generate(plan) => self.waiting.push_back(*plan),
+            Command::Generate(plan, transfers) => self.waiting.push_back(Waiting { plan: *plan, transfers }),
             Command::Wake => self.waking.pending.store(false, Ordering::Release),
             Command::Stop => self.stopping = true,
         }
@@ -177,7 +183,7 @@ impl<B: Backend> Device<B> {
         for (id, why) in ended {
             self.fail(id, why);
         }
-        self.waiting.retain(|plan| {
+        self.waiting.retain(|Waiting { plan, .. }| {
             let late = plan.deadline.is_some_and(|d| d <= now);
             let why = if late { CombineError::Deadline } else { CombineError::Cancelled };
             let unwanted = late || plan.cancel.is_cancelled() || plan.events.is_closed();
@@ -189,7 +195,7 @@ impl<B: Backend> Device<B> {
         let cancelled: Vec<(u64, usize)> = self
             .answers
             .iter()
-            .filter(|a| self.requests[&a.request].plan.cancel_choice[a.choice].is_cancelled())
+            .filter(|a| self.requests[&a.request].plan.choices[a.choice].cancel.is_cancelled())
             .map(|a| (a.request, a.choice))
             .collect();
         for (request, choice) in cancelled {
@@ -200,24 +206,16 @@ impl<B: Backend> Device<B> {
 
     /// Begin as many waiting requests as there are places.
     fn admit(&mut self) {
-        while let Some(plan) = self.waiting.front() {
-            let places = self.sequences() + plan.choices.len();
+        while let Some(next) = self.waiting.front() {
+            let places = self.sequences() + next.plan.choices.len();
             if places > self.setup.config.max_sequences && self.sequences() > 0 {
                 return;
             }
-            let plan = self.waiting.pop_front().expect("just seen");
+            let Waiting { plan, transfers } = self.waiting.pop_front().expect("just seen");
             let id = self.next_id;
             self.next_id += 1;
             let chunk = self.setup.config.chunk_rows;
-            let prompt = Prompt::new(
-                id,
-                &plan,
-                &self.setup.backend,
-                &self.setup.model,
-                &self.setup.exchange,
-                &self.waker,
-                chunk,
-            );
+            let prompt = Prompt::new(id, &plan, transfers, &self.setup, &self.waker, chunk);
             let open = plan.choices.len();
             let request = Request { plan, open };
             match prompt {

@@ -10,6 +10,7 @@ use hypic_cache::PrefixKey;
 use hypic_kernels::Backend;
 use hypic_model::FrozenState;
 use hypic_state::Stored;
+use hypic_transport::grpc::PrefixNote;
 use parking_lot::Mutex;
 
 /// A running state under the key of everything before it.
@@ -19,12 +20,17 @@ pub struct PrefixState<B: Backend> {
     pub(crate) tokens: usize,
     /// Of those, the leading ones of which every row was ordinary.
     pub(crate) exact: usize,
-    _listed: Listing,
+    listed: Listing,
 }
 
 impl<B: Backend> PrefixState<B> {
     pub(crate) fn new(frozen: FrozenState<B>, tokens: usize, exact: usize, lengths: &Lengths, root: PrefixKey) -> Self {
-        PrefixState { frozen, tokens, exact, _listed: lengths.list(root, tokens) }
+        PrefixState { frozen, tokens, exact, listed: lengths.list(root, tokens) }
+    }
+
+    /// What a router's directory knows it by.
+    pub fn note(&self) -> PrefixNote {
+        PrefixNote { root: self.listed.root, tokens: self.tokens, exact: self.exact }
     }
 }
 

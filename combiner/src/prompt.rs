@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use hypic_cache::Waker;
 use hypic_kernels::Backend;
-use hypic_model::{Item, Jump, Logits, Model, Pass, RunningState, Sequence, split_items};
-use hypic_transport::{CombineError, Exchange, Plan, PrefixHit, SavePoint, SegmentBody};
+use hypic_model::{Item, Jump, Logits, Pass, RunningState, Sequence, split_items};
+use hypic_transport::{CombineError, Incoming, Plan, SavePoint, SegmentBody};
 
-use crate::prefix::PrefixState;
+use crate::device::Setup;
 
 /// A prefix state that a prompt is to leave.
 pub(crate) struct Save {
@@ -36,30 +36,32 @@ pub(crate) struct Prompt<B: Backend> {
 }
 
 impl<B: Backend> Prompt<B> {
-    /// The passes that carry out `plan`. `waker` is called when parts arrive.
+    /// The passes that carry out `plan`. `transfers` are those of its segments; `waker` is called when parts arrive.
     pub fn new(
         request: u64,
         plan: &Plan,
-        backend: &B,
-        model: &Model<B>,
-        exchange: &Exchange<B>,
+        transfers: Vec<Option<Incoming<B>>>,
+        setup: &Setup<B>,
         waker: &Waker,
         chunk_rows: usize,
     ) -> Result<Self, CombineError> {
+        let (backend, model) = (&setup.backend, &setup.model);
         let state = match &plan.resume {
-            Some(hit) => RunningState::resume(backend, model, &prefix_state::<B>(hit)?.frozen),
+            Some(hit) => {
+                let (_, state) = setup.store.longest_prefix([hit.key]).ok_or(CombineError::StalePrefix)?;
+                RunningState::resume(backend, model, &state.frozen)
+            }
             None => RunningState::new(backend, model, 0),
         };
         let mut items = Items::new(plan);
-        for segment in &plan.segments {
+        for (segment, incoming) in plan.segments.iter().zip(transfers) {
             match segment.body {
                 SegmentBody::Rows => items.rows(&segment.tokens),
-                SegmentBody::Entry { seam, transfer } => {
+                SegmentBody::Entry { seam, .. } => {
                     let origin = items.position as i64;
                     items.rows(&segment.tokens[..seam]);
-                    let source = exchange
-                        .receive(transfer, waker.clone())
-                        .ok_or_else(|| CombineError::Segment("its transfer was closed before it began".to_string()))?;
+                    let source = incoming.expect("a transfer for each entry");
+                    source.listen(waker.clone());
                     let tokens = segment.tokens.len() - seam;
                     items.jump(Jump { source: Arc::new(source), tokens, origin, rule: plan.rule });
                 }
@@ -100,11 +102,6 @@ impl<B: Backend> Prompt<B> {
     pub fn state_bytes(&self) -> usize {
         self.state.as_ref().map_or(0, RunningState::bytes)
     }
-}
-
-fn prefix_state<B: Backend>(hit: &PrefixHit) -> Result<Arc<PrefixState<B>>, CombineError> {
-    let state = hit.hold.clone().downcast::<PrefixState<B>>();
-    state.map_err(|_| CombineError::Internal("a prefix state of another combiner".to_string()))
 }
 
 /// Lays a plan out as items, with the saves where they belong.

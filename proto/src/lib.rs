@@ -43,7 +43,7 @@ mod tests {
     #[test]
     fn descriptors_hold_every_service() {
         let text = String::from_utf8_lossy(FILE_DESCRIPTOR_SET);
-        for name in ["Inference", "Scatter", "Combine", "Directory"] {
+        for name in ["Inference", "Node", "Scatter", "Combine", "Directory"] {
             assert!(text.contains(name), "no service {name}");
         }
     }

@@ -29,6 +29,8 @@ pub struct Request {
     pub logprobs: Option<u32>,
     /// The request fails when its answer is not complete by then.
     pub deadline: Option<Duration>,
+    /// Whose request it is, as the front found out; nothing that a client says sets it. Tenants share no cached work.
+    pub tenant: Option<String>,
 }
 
 /// What a prompt consists of.
@@ -85,7 +87,7 @@ pub struct PromptOptions {
     pub seam: Option<u32>,
     /// Which anchor; `None`: the server's default.
     pub anchor: Option<Anchor>,
-    /// Narrows sharing of cached entries to requests with the same salt.
+    /// Narrows sharing of cached entries to the tenant's requests with the same salt.
     pub salt: Option<String>,
     /// Split text at this separator.
     pub separator: Option<String>,
@@ -180,9 +182,9 @@ impl Progress {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// So many more are done.
-    pub(crate) fn add(&self, tokens: usize) {
-        self.0.fetch_add(tokens as u64, Ordering::Relaxed);
+    /// At least so many are done: what is done again after a loss does not count twice.
+    pub(crate) fn reached(&self, tokens: usize) {
+        self.0.fetch_max(tokens as u64, Ordering::Relaxed);
     }
 }
 
@@ -293,7 +295,7 @@ pub struct SegmentReport {
     pub reused: u64,
     /// Where its body came from.
     pub source: SegmentSource,
-    /// Who computed it, if this request had it computed.
+    /// Who computed it or had it: a worker or the combiner. `None` only if it has no body.
     pub worker: Option<String>,
 }
 
@@ -303,8 +305,10 @@ pub struct SegmentReport {
 pub enum SegmentSource {
     /// Computed for this request.
     Computed,
-    /// A cached entry.
+    /// A cached entry that the combiner held.
     Memory,
+    /// A cached entry that a worker held, or was computing for somebody else.
+    Remote,
     /// Covered by a prefix state.
     Prefix,
     /// It has no body.
@@ -317,6 +321,7 @@ impl SegmentSource {
         match self {
             SegmentSource::Computed => "computed",
             SegmentSource::Memory => "memory",
+            SegmentSource::Remote => "remote",
             SegmentSource::Prefix => "prefix",
             SegmentSource::SeamOnly => "seam_only",
         }

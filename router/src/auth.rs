@@ -9,6 +9,13 @@ use subtle::ConstantTimeEq;
 
 use crate::api::{Error, ErrorKind};
 
+/// Context of the hash of tenants' names.
+const TENANT_CONTEXT: &str = "hypic tenant v1";
+
+/// The tenant of a request, found by its API key.
+#[derive(Clone, Debug)]
+pub(crate) struct Tenant(pub String);
+
 /// The keys that open the API.
 #[derive(Clone)]
 pub struct ApiKeys {
@@ -67,11 +74,12 @@ impl ApiKeys {
         Ok(ApiKeys { hashes })
     }
 
-    /// Check the value of an `authorization` header.
+    /// Check the value of an `authorization` header; returns the name of its key's tenant, from which the key cannot be
+    /// found.
     ///
     /// # Errors
     /// Of kind [`ErrorKind::Unauthenticated`] if it holds none of the keys.
-    pub fn check(&self, authorization: Option<&[u8]>) -> Result<(), Error> {
+    pub fn check(&self, authorization: Option<&[u8]>) -> Result<String, Error> {
         let Some(value) = authorization else {
             return Err(refused("no API key: send the header 'authorization: Bearer KEY'"));
         };
@@ -82,7 +90,11 @@ impl ApiKeys {
         // Every key is compared, whichever matches.
         let known =
             self.hashes.iter().fold(subtle::Choice::from(0), |found, h| found | h.as_bytes().ct_eq(given.as_bytes()));
-        if bool::from(known) { Ok(()) } else { Err(refused("the API key is not known")) }
+        if !bool::from(known) {
+            return Err(refused("the API key is not known"));
+        }
+        // Not the hash that is compared: a tenant's name may get further than the keys do.
+        Ok(blake3::Hash::from(blake3::derive_key(TENANT_CONTEXT, key)).to_hex().to_string())
     }
 }
 
@@ -126,6 +138,10 @@ mod tests {
             assert!(!error.message.contains("alpha"), "a key in an error");
         }
         keys.check(None).expect_err("no header");
+        let tenant = |header: &str| keys.check(Some(header.as_bytes())).expect("a key");
+        assert_eq!(tenant("Bearer alpha"), tenant("bearer  alpha"), "one key, one tenant");
+        assert_ne!(tenant("Bearer alpha"), tenant("Bearer beta"));
+        assert!(!tenant("Bearer alpha").contains(blake3::hash(b"alpha").to_hex().as_str()), "not what is compared");
         assert_eq!(format!("{keys:?}"), "ApiKeys(2)");
     }
 

@@ -199,6 +199,52 @@ impl Balancer {
         Some(fleet.speed(worker).time(tokens))
     }
 
+    /// Charge a worker with the prefill of a segment; `None` if it is not known.
+    pub fn charge(&self, worker: &str, tokens: usize) -> Option<Charge> {
+        self.charge_as(worker, tokens, |speed| speed.time(tokens))
+    }
+
+    /// Charge a worker with work that is no prefill and takes about `time`; nothing is learned from it. `None` if it is
+    /// not known.
+    pub fn charge_time(&self, worker: &str, time: Duration) -> Option<Charge> {
+        self.charge_as(worker, 0, |_| time)
+    }
+
+    fn charge_as(&self, worker: &str, tokens: usize, time: impl Fn(Speed) -> Duration) -> Option<Charge> {
+        let mut fleet = self.fleet.lock();
+        let (&incarnation, known) = fleet.workers.iter().find(|(_, known)| known.id.as_str() == worker)?;
+        let nanos = u64::try_from(time(fleet.speed(known)).as_nanos()).unwrap_or(u64::MAX);
+        let known = fleet.workers.get_mut(&incarnation).expect("found under the same lock");
+        known.backlog += nanos as u128;
+        known.segments += 1;
+        Some(Charge { fleet: self.fleet.clone(), incarnation, tokens, nanos })
+    }
+
+    /// Estimated time of the work that a worker has; `None` if it is not known.
+    pub fn backlog(&self, worker: &str) -> Option<Duration> {
+        let fleet = self.fleet.lock();
+        let worker = fleet.workers.values().find(|known| known.id.as_str() == worker)?;
+        Some(Duration::from_nanos(u64::try_from(worker.backlog).unwrap_or(u64::MAX)))
+    }
+
+    /// The least estimated time, backlog included, in which a worker that is not excluded would have a segment done.
+    pub fn soonest(&self, tokens: usize, excluded: &[WorkerId]) -> Option<Duration> {
+        let fleet = self.fleet.lock();
+        let (incarnation, nanos) = fleet.first_to_finish(tokens, excluded)?;
+        let whole = fleet.workers[&incarnation].backlog + nanos as u128;
+        Some(Duration::from_nanos(u64::try_from(whole).unwrap_or(u64::MAX)))
+    }
+
+    /// The speed of all workers together.
+    pub fn speed(&self) -> Speed {
+        self.fleet.lock().pooled.speed()
+    }
+
+    /// Whether any job was measured yet; until then all estimates are guesses.
+    pub fn is_measured(&self) -> bool {
+        self.fleet.lock().pooled.measured() > 0
+    }
+
     /// Every worker's load, in the order in which they were added.
     pub fn loads(&self) -> Vec<WorkerLoad> {
         let fleet = self.fleet.lock();

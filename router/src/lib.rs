@@ -7,12 +7,20 @@ mod answer;
 mod api;
 mod auth;
 mod balance;
+mod breaker;
+mod budget;
+mod faults;
+mod fleet;
+mod flights;
 mod front;
 mod grpc;
 mod http;
 mod plan;
 mod router;
 mod running;
+mod seconds;
+#[cfg(test)]
+mod testing;
 mod validate;
 
 pub use api::{
@@ -22,6 +30,9 @@ pub use api::{
 };
 pub use auth::{ApiKeys, KeyFileError};
 pub use balance::{Assignment, BalanceError, Balancer, Charge, Speed, SpeedConfig, WorkerId, WorkerLoad};
+pub use faults::FaultConfig;
+pub use fleet::{Fleet, View};
 pub use front::{BindError, Front, FrontConfig, bind};
-pub use router::{Fleet, Router, RouterConfig, Served};
+pub use plan::PlanCosts;
+pub use router::{Router, RouterConfig, Served};
 pub use validate::{MAX_ANSWERS, MAX_LOGPROBS, MAX_STOPS, validate};

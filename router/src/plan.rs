@@ -1,20 +1,66 @@
-//! Planning one prompt: which prefix state it starts from, which segments come from entries, who makes
-//! the missing ones, and which prefix states it leaves.
+//! Planning one prompt: which combiner takes it, which prefix state it starts from, which segments come from entries,
+//! who has or makes those, and which prefix states it leaves.
+//!
+//! What members hold is known from a directory that may be stale; every choice made on it here has a way back when the
+//! member says otherwise. The only thing that can go wrong is that no combiner is there.
 
-use std::collections::HashMap;
+mod place;
+mod prefix;
+
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use hypic_cache::{EntryKey, KeySpace, PrefixChain, PrefixKey, PrefixKind};
+use hypic_cache::{EntryKey, PrefixKey};
 use hypic_state::ComposeRule;
 use hypic_text::Tokenized;
-use hypic_transport::{Plan, PlanSegment, PrefillJob, PrefixHit, SavePoint, Scatter, SegmentBody, Transfer};
+use hypic_transport::{
+    Combine, Delivery, Plan, PlanSegment, PrefillJob, PrefixHit, SavePoint, SegmentBody, TransferId,
+};
+use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::Mode;
-use crate::balance::{Balancer, Charge};
-use crate::router::{Fleet, RouterConfig};
+use crate::router::Core;
+pub(crate) use place::{Placement, Placer, rows};
+use prefix::Prefixes;
+
+/// What work is reckoned to cost when a combiner and the workers are chosen. Times in seconds where they are read from a
+/// file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PlanCosts {
+    /// Of sending any entry.
+    #[serde(with = "crate::seconds")]
+    pub transfer: Duration,
+    /// Of sending a token's share of an entry.
+    #[serde(with = "crate::seconds")]
+    pub transfer_per_token: Duration,
+    /// A request that waits at a combiner, to one that comes after it.
+    #[serde(with = "crate::seconds")]
+    pub waiting: Duration,
+    /// An answer that is under way at a combiner, to one that comes after it.
+    #[serde(with = "crate::seconds")]
+    pub sequence: Duration,
+}
+
+impl Default for PlanCosts {
+    fn default() -> Self {
+        PlanCosts {
+            transfer: Duration::from_micros(500),
+            transfer_per_token: Duration::from_micros(5),
+            waiting: Duration::from_millis(250),
+            sequence: Duration::from_millis(10),
+        }
+    }
+}
+
+impl PlanCosts {
+    /// Of sending the entry of `tokens` tokens.
+    pub(crate) fn sending(&self, tokens: usize) -> Duration {
+        self.transfer + self.transfer_per_token.saturating_mul(u32::try_from(tokens).unwrap_or(u32::MAX))
+    }
+}
 
 /// A prompt as token ids, with what its anchor may be.
 pub(crate) struct PromptTokens {
@@ -26,38 +72,58 @@ pub(crate) struct PromptTokens {
 }
 
 /// How a prompt is prefilled, every choice made.
+#[derive(Clone)]
 pub(crate) struct Settings {
+    /// Names the request.
+    pub request: Arc<str>,
     pub mode: Mode,
     pub rule: ComposeRule,
     pub seam: usize,
     pub anchor: Arc<[u32]>,
-    pub salt: Vec<u8>,
+    pub salt: Arc<[u8]>,
+    pub deadline: Option<Instant>,
+}
+
+/// What a plan must not use.
+#[derive(Clone, Default)]
+pub(crate) struct Avoid {
+    /// Ids of combiners that are lost or refused the request.
+    pub combiners: Vec<String>,
+    /// States that turned out to be gone.
+    pub states: Vec<PrefixKey>,
 }
 
 /// A planned prompt.
 pub(crate) struct Planned {
+    pub combiner: Arc<dyn Combine>,
     /// For the combiner; sampling and limits are still to be filled in.
     pub plan: Plan,
-    /// Entries to be had, with who shall have them.
-    pub jobs: Vec<PlannedJob>,
+    /// Entries of the plan.
+    pub wanted: Vec<Wanted>,
     /// Every segment of the prompt, in order.
     pub segments: Vec<PlannedSegment>,
     /// Tokens of the query.
     pub query: usize,
-    /// Keeps the transfers open.
-    pub transfers: Vec<Transfer>,
 }
 
-/// An entry to be had.
-pub(crate) struct PlannedJob {
+/// An entry that a plan needs.
+pub(crate) struct Wanted {
     /// Index of the segment in the prompt.
     pub segment: usize,
+    /// Index of the segment in the plan.
+    pub index: usize,
+    /// Its first attempt, as if nobody held it.
     pub job: PrefillJob,
-    /// Index of the transfer in [`Planned::transfers`].
-    pub transfer: usize,
-    pub worker: Option<Arc<dyn Scatter>>,
-    /// The worker's load, if it has to compute.
-    pub charge: Option<Charge>,
+    pub from: Origin,
+}
+
+/// Where an entry comes from.
+pub(crate) enum Origin {
+    /// The combiner should hold it.
+    Combiner,
+    Worker(Placement),
+    /// No worker is usable: the combiner computes it.
+    LastResort,
 }
 
 /// What becomes of one segment.
@@ -81,225 +147,213 @@ pub(crate) enum SegmentKind {
     Composed { seam: usize },
 }
 
+impl SegmentKind {
+    fn of(settings: &Settings, tokens: usize, covered: usize) -> Self {
+        match settings.mode {
+            _ if covered == tokens => SegmentKind::Covered,
+            Mode::Full | Mode::Prefix => SegmentKind::Ordinary,
+            Mode::Hypic if tokens <= settings.seam => SegmentKind::SeamOnly,
+            Mode::Hypic => SegmentKind::Composed { seam: settings.seam },
+        }
+    }
+}
+
 pub(crate) struct Planner<'a> {
-    pub config: &'a RouterConfig,
-    pub space: &'a KeySpace,
-    pub fleet: &'a Fleet,
-    pub balancer: &'a Balancer,
+    pub core: &'a Core,
 }
 
 impl Planner<'_> {
-    /// Plan a prompt whose query is not empty.
-    pub fn plan(&self, settings: &Settings, tokens: &Tokenized, cancel: &CancellationToken) -> Planned {
-        let prefix = self.prefix(settings, tokens);
-        let resume = prefix.resume;
+    /// Plan a prompt whose query is not empty; `None` if there is no combiner that may take it.
+    pub fn plan(
+        &self,
+        settings: &Settings,
+        tokens: &Tokenized,
+        avoid: &Avoid,
+        cancel: &CancellationToken,
+    ) -> Option<Planned> {
+        let view = self.core.fleet.view();
+        let usable = |c: &&Arc<dyn Combine>| c.is_running() && !avoid.combiners.iter().any(|id| id == c.id());
+        let combiners: Vec<Arc<dyn Combine>> = view.combiners.iter().filter(usable).cloned().collect();
+        let placer = Placer::new(self.core, view);
+        let prefixes = Prefixes::new(&self.core.space, settings, tokens, &combiners);
+        let keys = self.keys(settings, tokens);
+        let starts = combiners
+            .into_iter()
+            .enumerate()
+            .map(|(i, combiner)| Start { resume: prefixes.resume(i, &*combiner, &avoid.states), combiner });
+        let Start { combiner, resume } = self.choose(starts.collect(), &placer, settings, tokens, &keys)?;
+
         let start = resume.as_ref().map_or(0, |hit| hit.tokens);
+        let saves = prefixes.saves(&*combiner, self.core.config.boundary_share, start);
         let mut planned = Planned {
-            plan: empty_plan(settings, prefix.root, prefix.saves, resume, cancel),
-            jobs: Vec::new(),
+            plan: empty_plan(settings, prefixes.root, saves, resume, cancel),
+            wanted: Vec::new(),
             segments: Vec::with_capacity(tokens.segments.len()),
             query: tokens.query.len(),
-            transfers: Vec::new(),
+            combiner,
         };
         let mut at = 0;
         for (index, segment) in tokens.segments.iter().enumerate() {
             let covered = start.saturating_sub(at).min(segment.len());
             at += segment.len();
-            self.add_segment(&mut planned, settings, index, segment, covered, cancel);
+            add_segment(&mut planned, settings, index, segment, covered, keys[index]);
         }
         planned.plan.query = tokens.query[start.saturating_sub(at)..].to_vec();
-        self.assign(&mut planned.jobs);
-        planned
+        place(&placer, &mut planned.wanted);
+        Some(planned)
     }
 
-    fn add_segment(
+    /// Keys of the segments that have a body.
+    fn keys(&self, settings: &Settings, tokens: &Tokenized) -> Vec<Option<EntryKey>> {
+        let key = |(index, segment): (usize, &Vec<u32>)| {
+            let anchor = anchor_of(settings, index);
+            let composed = matches!(SegmentKind::of(settings, segment.len(), 0), SegmentKind::Composed { .. });
+            composed.then(|| EntryKey::new(&self.core.space, settings.seam, &anchor, &settings.salt, segment))
+        };
+        tokens.segments.iter().enumerate().map(key).collect()
+    }
+
+    /// The start by which the prompt is done first, as far as can be told.
+    fn choose(
         &self,
-        planned: &mut Planned,
+        mut starts: Vec<Start>,
+        placer: &Placer<'_>,
         settings: &Settings,
-        index: usize,
-        segment: &[u32],
-        covered: usize,
-        cancel: &CancellationToken,
-    ) {
-        let kind = match settings.mode {
-            _ if covered == segment.len() => SegmentKind::Covered,
-            Mode::Full | Mode::Prefix => SegmentKind::Ordinary,
-            Mode::Hypic if segment.len() <= settings.seam => SegmentKind::SeamOnly,
-            Mode::Hypic => SegmentKind::Composed { seam: settings.seam },
-        };
-        planned.segments.push(PlannedSegment { tokens: segment.len(), covered, kind });
-        let (tokens, body) = match kind {
-            SegmentKind::Covered => return,
-            SegmentKind::Ordinary | SegmentKind::SeamOnly => (segment[covered..].into(), SegmentBody::Rows),
-            SegmentKind::Composed { seam } => {
-                let transfer = Transfer::open(&self.fleet.transfers);
-                let tokens: Arc<[u32]> = segment.into();
-                let anchor: Arc<[u32]> = if index == 0 { Arc::new([]) } else { settings.anchor.clone() };
-                let key = EntryKey::new(self.space, seam, &anchor, &settings.salt, segment);
-                let body = SegmentBody::Entry { seam, transfer: transfer.id() };
-                let (tokens, id, cancel) = (tokens.clone(), transfer.id(), cancel.clone());
-                let job = PrefillJob { key, tokens: tokens.clone(), seam, anchor, transfer: id, cancel };
-                let transfer_index = planned.transfers.len();
-                planned.jobs.push(PlannedJob {
-                    segment: index,
-                    job,
-                    transfer: transfer_index,
-                    worker: None,
-                    charge: None,
-                });
-                planned.transfers.push(transfer);
-                (tokens, body)
-            }
-        };
-        planned.plan.segments.push(PlanSegment { tokens, body });
+        tokens: &Tokenized,
+        keys: &[Option<EntryKey>],
+    ) -> Option<Start> {
+        if starts.len() <= 1 {
+            return starts.pop();
+        }
+        // The same for all combiners: what each body costs that a combiner does not hold.
+        let held: Vec<bool> = keys.iter().map(|key| key.is_some_and(|key| placer.is_held(key))).collect();
+        let cost = |start: &Start| self.cost(start, placer, settings, tokens, keys, &held);
+        let costs: Vec<Duration> = starts.iter().map(cost).collect();
+        let best = (0..starts.len()).min_by_key(|&i| costs[i])?;
+        Some(starts.swap_remove(best))
     }
 
-    /// Entries that a worker holds come from there; the rest is computed, longest first, where it is
-    /// done first. The same segment twice in one prompt is computed once.
-    fn assign(&self, jobs: &mut [PlannedJob]) {
-        let mut cold: Vec<usize> = Vec::new();
-        let mut first: HashMap<EntryKey, usize> = HashMap::new();
-        for (i, job) in jobs.iter_mut().enumerate() {
-            let PrefillJob { key, tokens, .. } = &job.job;
-            job.worker = self.fleet.scatter.iter().find(|w| w.holds(*key, tokens)).cloned();
-            if job.worker.is_none() && *first.entry(*key).or_insert(i) == i {
-                cold.push(i);
-            }
-        }
-        let rows: Vec<usize> = cold.iter().map(|&i| jobs[i].job.tokens.len() + jobs[i].job.anchor.len()).collect();
-        // Without a worker the jobs stay unassigned, and fail as such.
-        for assignment in self.balancer.assign(&rows).unwrap_or_default() {
-            let job = &mut jobs[cold[assignment.segment]];
-            job.worker = self.fleet.scatter.iter().find(|w| w.id() == assignment.worker.as_str()).cloned();
-            job.charge = Some(assignment.charge);
-        }
-        for i in 0..jobs.len() {
-            if jobs[i].worker.is_none() {
-                jobs[i].worker = first.get(&jobs[i].job.key).and_then(|&f| jobs[f].worker.clone());
-            }
-        }
-    }
+    fn cost(
+        &self,
+        start: &Start,
+        placer: &Placer<'_>,
+        settings: &Settings,
+        tokens: &Tokenized,
+        keys: &[Option<EntryKey>],
+        held: &[bool],
+    ) -> Duration {
+        let (costs, speed) = (&self.core.config.costs, self.core.fleet.balancer().speed());
+        let load = start.combiner.load();
+        // What it tells may be a little old: this router's own plans are known better.
+        let sequences = load.sequences.max(self.core.fleet.plans(start.combiner.id()).saturating_sub(load.waiting));
+        let times = |time: Duration, n: usize| time.saturating_mul(u32::try_from(n).unwrap_or(u32::MAX));
+        let queue = times(costs.waiting, load.waiting) + times(costs.sequence, sequences);
 
-    /// The longest prefix state there is for this prompt, and the states that it shall leave.
-    fn prefix(&self, settings: &Settings, tokens: &Tokenized) -> Prefix {
-        let anchor: &[u32] = if settings.mode == Mode::Hypic { &settings.anchor } else { &[] };
-        let (rule, seam) = match settings.mode {
-            Mode::Hypic => (settings.rule, settings.seam),
-            Mode::Full | Mode::Prefix => (ComposeRule::default(), 0),
-        };
-        let tag = settings.mode.prefix_tag();
-        let chain = PrefixChain::new(self.space, tag.unwrap_or_default(), rule, seam, anchor, &settings.salt);
-        let root = chain.key();
-        if tag.is_none() {
-            return Prefix { root, resume: None, saves: Vec::new() };
-        }
-        let saves = self.save_points(tokens);
-        let known = self.fleet.combine.prefix_lengths(root);
-        let wanted = saves.iter().map(|s| s.position).chain(known.iter().copied());
-        let keys = chain_keys(chain, settings.mode, tokens, wanted.collect());
-
-        let mut candidates: Vec<(usize, PrefixKey)> =
-            known.iter().filter_map(|n| keys.get(n).map(|key| (*n, *key))).collect();
-        candidates.sort_unstable_by_key(|(n, _)| std::cmp::Reverse(*n));
-        let hashes: Vec<PrefixKey> = candidates.iter().map(|(_, key)| *key).collect();
-        let resume = if hashes.is_empty() { None } else { self.fleet.combine.prefix(&hashes) };
-        let start = resume.as_ref().map_or(0, |hit| hit.tokens);
-        let saves = saves
-            .into_iter()
-            .filter(|s| s.position > start)
-            .filter_map(|s| keys.get(&s.position).map(|&key| SavePoint { position: s.position, key, kind: s.kind }))
-            .collect();
-        Prefix { root, resume, saves }
-    }
-
-    /// Points at which a prompt leaves states: before the query, at its end (but for its last token, so
-    /// that a repeated prompt has a row to take logits from), and at as many of the latest earlier
-    /// boundaries as fit a share of the cache.
-    fn save_points(&self, tokens: &Tokenized) -> Vec<Point> {
-        let mut at = 0;
-        let mut points: Vec<Point> = Vec::new();
-        for segment in &tokens.segments {
+        let from = start.resume.as_ref().map_or(0, |hit| hit.tokens);
+        let (mut at, mut rows) = (0, 0);
+        let (mut longest, mut work, mut sent) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
+        for (index, segment) in tokens.segments.iter().enumerate() {
+            let covered = from.saturating_sub(at).min(segment.len());
             at += segment.len();
-            points.push(Point { position: at, kind: PrefixKind::Boundary });
-        }
-        if let Some(last) = points.last_mut() {
-            last.kind = PrefixKind::Query;
-        }
-        points.extend(tokens.message_ends.iter().map(|end| Point { position: at + end, kind: PrefixKind::Boundary }));
-        let end = at + tokens.query.len() - 1;
-        points.retain(|p| p.position < end || p.kind == PrefixKind::Query);
-        if end > 0 && points.last().is_none_or(|p| p.position < end) {
-            points.push(Point { position: end, kind: PrefixKind::End });
-        }
-        let (bytes, budget) = self.fleet.combine.prefix_room(end);
-        if bytes > budget {
-            return Vec::new();
-        }
-        let room = (budget as f64 * self.config.boundary_share) as usize / bytes.max(1);
-        let boundaries = points.iter().filter(|p| p.kind == PrefixKind::Boundary).count();
-        let mut surplus = boundaries.saturating_sub(room);
-        points.retain(|p| {
-            let thinned = p.kind == PrefixKind::Boundary && surplus > 0;
-            surplus -= usize::from(thinned);
-            !thinned
-        });
-        points
-    }
-}
-
-struct Prefix {
-    root: PrefixKey,
-    resume: Option<PrefixHit>,
-    saves: Vec<SavePoint>,
-}
-
-#[derive(Clone, Copy)]
-struct Point {
-    position: usize,
-    kind: PrefixKind,
-}
-
-/// The keys at the `wanted` positions at which the mode can have a state: in a composed prompt that is
-/// between segments and within the query, else everywhere; and before the prompt's last token.
-fn chain_keys(
-    mut chain: PrefixChain,
-    mode: Mode,
-    tokens: &Tokenized,
-    mut wanted: Vec<usize>,
-) -> HashMap<usize, PrefixKey> {
-    wanted.sort_unstable();
-    wanted.dedup();
-    let mut keys = HashMap::new();
-    let mut wanted = wanted.into_iter().peekable();
-    let mut at = 0;
-    let mut rows = |chain: &mut PrefixChain, at: &mut usize, mut ids: &[u32], keep_end: bool| {
-        let end = *at + ids.len();
-        while let Some(position) = wanted.next_if(|p| *p < end || (keep_end && *p == end)) {
-            if position < *at {
+            let key = match (SegmentKind::of(settings, segment.len(), covered), keys[index]) {
+                (SegmentKind::Composed { seam }, Some(key)) => {
+                    rows += seam;
+                    key
+                }
+                _ => {
+                    rows += segment.len() - covered;
+                    continue;
+                }
+            };
+            if start.combiner.holds(key) {
                 continue;
             }
-            let (before, behind) = ids.split_at(position - *at);
-            chain.rows(before);
-            keys.insert(position, chain.key());
-            (ids, *at) = (behind, position);
-        }
-        chain.rows(ids);
-        *at = end;
-    };
-    let mut composed = HashMap::new();
-    for segment in &tokens.segments {
-        match mode {
-            Mode::Full | Mode::Prefix => rows(&mut chain, &mut at, segment, true),
-            Mode::Hypic => {
-                chain.segment(segment);
-                at += segment.len();
-                composed.insert(at, chain.key());
+            sent += costs.sending(segment.len());
+            if !held[index] {
+                let time = speed.time(segment.len());
+                work += time;
+                longest = longest.max(time);
             }
         }
+        rows += tokens.query.len() - from.saturating_sub(at);
+        let makespan = longest.max(work / u32::try_from(placer.workers().max(1)).unwrap_or(u32::MAX));
+        // Parts travel while others are computed.
+        queue + speed.time(rows) + makespan.max(sent)
     }
-    rows(&mut chain, &mut at, &tokens.query, false);
-    keys.extend(composed);
-    keys
+}
+
+/// A combiner and the state that a prompt would start from there.
+struct Start {
+    combiner: Arc<dyn Combine>,
+    resume: Option<PrefixHit>,
+}
+
+/// The first segment has no anchor.
+fn anchor_of(settings: &Settings, index: usize) -> Arc<[u32]> {
+    if index == 0 { Arc::new([]) } else { settings.anchor.clone() }
+}
+
+fn add_segment(
+    planned: &mut Planned,
+    settings: &Settings,
+    index: usize,
+    segment: &[u32],
+    covered: usize,
+    key: Option<EntryKey>,
+) {
+    let kind = SegmentKind::of(settings, segment.len(), covered);
+    planned.segments.push(PlannedSegment { tokens: segment.len(), covered, kind });
+    let (seam, key) = match (kind, key) {
+        (SegmentKind::Covered, _) => return,
+        (SegmentKind::Composed { seam }, Some(key)) => (seam, key),
+        _ => {
+            let rows = PlanSegment { tokens: segment[covered..].into(), body: SegmentBody::Rows };
+            planned.plan.segments.push(rows);
+            return;
+        }
+    };
+    debug_assert!(covered == 0, "a composed prompt starts between segments or within the query");
+    let (transfer, tokens): (_, Arc<[u32]>) = (TransferId::random(), segment.into());
+    let held = planned.combiner.holds(key);
+    planned.wanted.push(Wanted {
+        segment: index,
+        index: planned.plan.segments.len(),
+        job: PrefillJob {
+            key,
+            tokens: tokens.clone(),
+            seam,
+            anchor: anchor_of(settings, index),
+            salt: settings.salt.clone(),
+            to: Delivery { combiner: planned.combiner.id().into(), transfer },
+            held_only: false,
+            request: planned.plan.request.clone(),
+            deadline: settings.deadline,
+            cancel: planned.plan.cancel.clone(),
+        },
+        from: if held { Origin::Combiner } else { Origin::LastResort },
+    });
+    planned.plan.segments.push(PlanSegment { tokens, body: SegmentBody::Entry { seam, key, transfer, held } });
+}
+
+/// Say who has or makes what the combiner does not hold.
+fn place(placer: &Placer<'_>, wanted: &mut [Wanted]) {
+    let mut cold = Vec::new();
+    for (i, wanted) in wanted.iter_mut().enumerate() {
+        if matches!(wanted.from, Origin::Combiner) {
+            continue;
+        }
+        match placer.place_held(&wanted.job) {
+            Some(placement) => wanted.from = Origin::Worker(placement),
+            None => cold.push(i),
+        }
+    }
+    let jobs: Vec<&PrefillJob> = cold.iter().map(|&i| &wanted[i].job).collect();
+    let placements = placer.place_cold(&jobs, &[]);
+    for (i, placement) in cold.into_iter().zip(placements) {
+        if let Some(placement) = placement {
+            wanted[i].from = Origin::Worker(placement);
+        }
+    }
 }
 
 fn empty_plan(
@@ -311,6 +365,7 @@ fn empty_plan(
 ) -> Plan {
     let (events, _) = mpsc::unbounded_channel();
     Plan {
+        request: settings.request.clone(),
         arrived: Instant::now(),
         resume,
         segments: Vec::new(),
@@ -322,9 +377,8 @@ fn empty_plan(
         prompt_ids: Vec::new(),
         eos: Arc::new([]),
         max_tokens: 0,
-        deadline: None,
+        deadline: settings.deadline,
         cancel: cancel.clone(),
-        cancel_choice: Vec::new(),
         events,
     }
 }

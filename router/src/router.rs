@@ -6,16 +6,19 @@ use std::time::Instant;
 use hypic_cache::KeySpace;
 use hypic_state::ComposeRule;
 use hypic_text::{ChatPrompt, RawPrompt, TextError, TextErrorKind, TextPipeline, TokenMemo, Tokenized};
-use hypic_transport::{Combine, SamplingParams, Scatter, Transfers};
+use hypic_transport::SamplingParams;
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 
-use crate::answer::{Running, TextSide};
+use crate::answer::{Ask, Running, TextSide};
 use crate::api::{
     Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Progress, Prompt, Request, Sampling,
 };
-use crate::balance::{Balancer, SpeedConfig};
-use crate::plan::{Planner, PromptTokens, Settings};
+use crate::breaker::Breakers;
+use crate::budget::Budget;
+use crate::faults::FaultConfig;
+use crate::fleet::Fleet;
+use crate::flights::Flights;
+use crate::plan::{PlanCosts, PromptTokens, Settings};
 use crate::validate::{sampling_error, validate};
 
 /// Settings of a router.
@@ -25,14 +28,16 @@ pub struct RouterConfig {
     pub seam: usize,
     /// The anchor unless a request names one.
     pub anchor: Anchor,
-    /// How often a segment is given to a worker before its request fails.
-    pub attempts: usize,
     /// Share of the cache that the states of one prompt's earlier boundaries may take.
     pub boundary_share: f64,
     /// Bytes of token ids of texts that were encoded before; 0 remembers none.
     pub memo_bytes: usize,
     /// Events that a slow client may lag behind.
     pub event_buffer: usize,
+    /// What work is reckoned to cost.
+    pub costs: PlanCosts,
+    /// What is done about failures.
+    pub faults: FaultConfig,
 }
 
 impl Default for RouterConfig {
@@ -40,10 +45,11 @@ impl Default for RouterConfig {
         RouterConfig {
             seam: 8,
             anchor: Anchor::Turn,
-            attempts: 3,
             boundary_share: 0.125,
             memo_bytes: 64 << 20,
             event_buffer: 64,
+            costs: PlanCosts::default(),
+            faults: FaultConfig::default(),
         }
     }
 }
@@ -65,37 +71,37 @@ pub struct Served {
     pub sampling: Sampling,
 }
 
-/// The roles that a router sends work to.
-pub struct Fleet {
-    /// Scatter workers, at least one.
-    pub scatter: Vec<Arc<dyn Scatter>>,
-    /// The combiner.
-    pub combine: Arc<dyn Combine>,
-    /// How parts get from the ones to the other.
-    pub transfers: Arc<dyn Transfers>,
+/// What all requests of a router share.
+pub(crate) struct Core {
+    pub config: RouterConfig,
+    pub space: KeySpace,
+    pub fleet: Arc<Fleet>,
+    pub flights: Flights,
+    pub breakers: Breakers,
+    pub budget: Budget,
 }
 
-/// Answers requests by planning them over scatter workers and a combiner.
+impl Core {
+    pub fn new(config: RouterConfig, space: KeySpace, fleet: Arc<Fleet>) -> Self {
+        let budget = Budget::new(&config.faults);
+        Core { config, space, fleet, flights: Flights::default(), breakers: Breakers::default(), budget }
+    }
+}
+
+/// Answers requests by planning them over scatter workers and combiners.
 pub struct Router {
-    config: RouterConfig,
+    core: Arc<Core>,
     served: Served,
     text: Option<Arc<TextPipeline>>,
     memo: Arc<TokenMemo>,
-    fleet: Arc<Fleet>,
-    balancer: Balancer,
 }
 
 impl Router {
     /// A router for `served` over `fleet`; without `text` it takes token ids only.
-    pub fn new(config: RouterConfig, served: Served, text: Option<Arc<TextPipeline>>, fleet: Fleet) -> Self {
-        let balancer = Balancer::new(SpeedConfig::default());
-        for worker in &fleet.scatter {
-            if let Err(e) = balancer.add_worker(worker.id()) {
-                tracing::warn!(worker = worker.id(), error = %e, "worker is not used");
-            }
-        }
+    pub fn new(config: RouterConfig, served: Served, text: Option<Arc<TextPipeline>>, fleet: Arc<Fleet>) -> Self {
         let memo = Arc::new(TokenMemo::new(config.memo_bytes));
-        Router { config, served, text, memo, fleet: Arc::new(fleet), balancer }
+        let core = Arc::new(Core::new(config, served.space, fleet));
+        Router { core, served, text, memo }
     }
 
     /// The model that is served.
@@ -103,7 +109,7 @@ impl Router {
         &self.served
     }
 
-    async fn tokenize(&self, request: &Request) -> Result<PromptTokens, Error> {
+    async fn tokenize(&self, request: &Request, salt: &Arc<[u8]>) -> Result<PromptTokens, Error> {
         if let Prompt::Tokens { segments, query, anchor } = &request.prompt {
             let tokens = Tokenized { segments: segments.clone(), query: query.clone(), message_ends: Vec::new() };
             let turn = self.text.as_ref().map(|t| t.raw_turn_anchor()).unwrap_or_default();
@@ -116,7 +122,8 @@ impl Router {
         };
         let (prompt, options) = (request.prompt.clone(), request.options.clone());
         // A prompt of 100k tokens takes a while to encode.
-        let memo = self.memo.clone();
+        // What is remembered is shared as widely as entries are: its time could tell of another tenant's texts.
+        let (memo, scope) = (self.memo.clone(), salt.clone());
         let encode = move || {
             let (separator, special_tokens) = (options.separator, options.special_tokens);
             let (segmented, turn) = match prompt {
@@ -131,8 +138,7 @@ impl Router {
                 }
                 Prompt::Tokens { .. } => unreachable!("token ids need no encoding"),
             };
-            let scope = options.salt.unwrap_or_default();
-            let tokens = text.tokenize_with(&segmented, &memo, scope.as_bytes())?;
+            let tokens = text.tokenize_with(&segmented, &memo, &scope)?;
             Ok(PromptTokens { tokens, turn, anchor: None })
         };
         let encoded = tokio::task::spawn_blocking(encode).await;
@@ -174,20 +180,28 @@ impl Router {
         Ok((0..request.n).map(|choice| SamplingParams { choice, ..params.clone() }).collect())
     }
 
-    fn settings(&self, request: &Request, prompt: &PromptTokens) -> Settings {
+    fn settings(
+        &self,
+        request: &Request,
+        prompt: &PromptTokens,
+        salt: Arc<[u8]>,
+        deadline: Option<Instant>,
+    ) -> Settings {
         let options = &request.options;
-        let anchor = match (&prompt.anchor, options.anchor.unwrap_or(self.config.anchor)) {
+        let anchor = match (&prompt.anchor, options.anchor.unwrap_or(self.core.config.anchor)) {
             (Some(ids), _) => ids.clone(),
             (None, Anchor::None) => Vec::new(),
             (None, Anchor::Turn) => prompt.turn.clone(),
             (None, Anchor::System) => prompt.tokens.segments.first().cloned().unwrap_or_default(),
         };
         Settings {
+            request: format!("{:032x}", rand::random::<u128>()).into(),
             mode: options.mode.unwrap_or_default(),
             rule: options.compose.unwrap_or(self.served.compose),
-            seam: options.seam.map_or(self.config.seam, |w| w as usize),
+            seam: options.seam.map_or(self.core.config.seam, |w| w as usize),
             anchor: anchor.into(),
-            salt: options.salt.clone().unwrap_or_default().into_bytes(),
+            salt,
+            deadline,
         }
     }
 }
@@ -197,34 +211,27 @@ impl Engine for Router {
         let arrived = Instant::now();
         validate(&request)?;
         let stops = hypic_text::StopMatcher::new(request.stop.clone()).map_err(text_error)?;
-        let prompt = self.tokenize(&request).await?;
+        let salt: Arc<[u8]> = salt(request.tenant.as_deref(), request.options.salt.as_deref()).into();
+        let prompt = self.tokenize(&request, &salt).await?;
         let max_tokens = self.check(&request, &prompt)?;
         let choices = self.choices(&request)?;
-        let settings = self.settings(&request, &prompt);
         let deadline = request.deadline.and_then(|d| arrived.checked_add(d));
+        let settings = self.settings(&request, &prompt, salt, deadline);
+        let tokens = prompt.tokens;
+        let penalized = choices.iter().any(|c| c.repetition_penalty != 1.0);
+        let prompt_ids = if penalized {
+            tokens.segments.iter().flatten().chain(&tokens.query).copied().collect()
+        } else {
+            Vec::new()
+        };
+        let eos = if request.stop_at_eos { self.served.eos.clone() } else { Arc::new([]) };
+        let ask = Ask { settings, tokens, prompt_ids, choices, eos, max_tokens, arrived };
 
-        let planner =
-            Planner { config: &self.config, space: &self.served.space, fleet: &self.fleet, balancer: &self.balancer };
-        let (sender, generation) = mpsc::unbounded_channel();
-        let cancel = CancellationToken::new();
-        let mut planned = planner.plan(&settings, &prompt.tokens, &cancel);
-        let plan = &mut planned.plan;
-        plan.arrived = arrived;
-        plan.max_tokens = max_tokens;
-        plan.deadline = deadline;
-        plan.eos = if request.stop_at_eos { self.served.eos.clone() } else { Arc::new([]) };
-        plan.cancel_choice = choices.iter().map(|_| cancel.child_token()).collect();
-        if choices.iter().any(|c| c.repetition_penalty != 1.0) {
-            plan.prompt_ids = [prompt.tokens.segments.concat(), prompt.tokens.query].concat();
-        }
-        plan.choices = choices;
-
-        let (events, receiver) = mpsc::channel(self.config.event_buffer);
+        let (events, receiver) = mpsc::channel(self.core.config.event_buffer);
         let text = TextSide::new(self.text.as_ref(), &stops, request.n as usize);
         let progress = Progress::default();
-        let running =
-            Running::start(planned, sender, &self.fleet, &self.balancer, self.config.attempts, text, progress.clone());
-        tokio::spawn(running.drive(generation, events, cancel));
+        let running = Running::start(self.core.clone(), ask, text, progress.clone())?;
+        tokio::spawn(running.drive(events));
         Ok(Answer { events: receiver, progress })
     }
 
@@ -233,8 +240,26 @@ impl Engine for Router {
     }
 
     fn ready(&self) -> bool {
-        self.fleet.combine.is_running() && self.fleet.scatter.iter().any(|w| w.is_running())
+        // Workers are not needed: combiners can do all the work.
+        self.core.fleet.view().combiners.iter().any(|combiner| combiner.is_running())
     }
+}
+
+/// What a request's keys are salted with: a request can narrow sharing, but never leave its tenant. Empty if there is
+/// neither a tenant nor a salt of the request's.
+fn salt(tenant: Option<&str>, own: Option<&str>) -> Vec<u8> {
+    if tenant.is_none() && own.is_none() {
+        return Vec::new();
+    }
+    let mut hasher = blake3::Hasher::new_derive_key("hypic salt v1");
+    for field in [tenant, own] {
+        // Absent and empty differ, and no two pairs give the same bytes.
+        hasher.update(&[u8::from(field.is_some())]);
+        let field = field.unwrap_or_default();
+        hasher.update(&(field.len() as u64).to_le_bytes());
+        hasher.update(field.as_bytes());
+    }
+    hasher.finalize().as_bytes().to_vec()
 }
 
 /// The sampler's settings: the request's, else the model's, else OpenAI's.
@@ -285,5 +310,32 @@ impl Mode {
             Mode::Prefix => Some(1),
             Mode::Hypic => Some(2),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tenants_and_salts_share_nothing() {
+        let pairs = [
+            (None, None),
+            (None, Some("")),
+            (Some(""), None),
+            (Some(""), Some("")),
+            (Some("a"), None),
+            (None, Some("a")),
+            (Some("a"), Some("b")),
+            (Some("b"), Some("a")),
+            (Some("ab"), Some("")),
+            (Some("ab"), None),
+        ];
+        let salts: Vec<Vec<u8>> = pairs.iter().map(|&(tenant, own)| salt(tenant, own)).collect();
+        for (i, one) in salts.iter().enumerate() {
+            assert_eq!(one.len(), if i == 0 { 0 } else { 32 });
+            assert!(salts[..i].iter().all(|other| other != one), "{:?}", pairs[i]);
+        }
+        assert_eq!(salt(Some("a"), Some("b")), salt(Some("a"), Some("b")));
     }
 }

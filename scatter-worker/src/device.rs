@@ -14,7 +14,7 @@ use hypic_cache::Lead;
 use hypic_kernels::Backend;
 use hypic_model::{Model, PartSink, Pass, Prefill, Progress, Workspace};
 use hypic_state::LayerPart;
-use hypic_transport::{JobError, JobOutcome, JobSource, panic_text};
+use hypic_transport::{JobError, JobSource, panic_text};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tracing::{debug, error};
@@ -34,7 +34,7 @@ pub(crate) struct Work<B: Backend> {
     pub seam: usize,
     pub anchor: Arc<[u32]>,
     pub wanted: Wanted,
-    pub reply: oneshot::Sender<Result<JobOutcome, JobError>>,
+    pub reply: oneshot::Sender<Result<JobSource, JobError>>,
 }
 
 /// Publishes parts as they become final.
@@ -52,7 +52,7 @@ struct Running<B: Backend> {
     prefill: Prefill<B>,
     sink: Arc<LeadSink<B>>,
     wanted: Wanted,
-    reply: oneshot::Sender<Result<JobOutcome, JobError>>,
+    reply: oneshot::Sender<Result<JobSource, JobError>>,
     started: Instant,
     busy: Duration,
 }
@@ -227,7 +227,7 @@ impl<B: Backend> Device<B> {
         let outcome = match done {
             Ok(entry) => {
                 debug!(worker = %self.config.id, %key, bytes = entry.bytes(), busy = ?busy, "prefill done");
-                Ok(JobOutcome { source: JobSource::Computed { started, ended: Instant::now(), busy } })
+                Ok(JobSource::Computed { started, ended: Instant::now(), busy })
             }
             Err(e) => Err(JobError::Failed { worker: self.config.id.clone(), reason: e.to_string() }),
         };

@@ -1,17 +1,21 @@
 //! The worker as the router sees it: a job is answered from the store, by joining a computation, or by one of its own.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use futures::FutureExt;
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, ready};
 use hypic_cache::{Claim, EntryKey, Flight, Source, Store};
 use hypic_kernels::Backend;
 use hypic_model::Model;
 use hypic_state::Stored;
-use hypic_transport::{Exchange, JobError, JobOutcome, JobSource, PrefillJob, Scatter};
+use hypic_transport::{
+    Delivered, DeliveryError, JobError, JobOutcome, JobSource, Parcel, PrefillJob, Scatter, Transport,
+};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
+use tokio_util::sync::CancellationToken;
 
 use crate::Interest;
 use crate::device::{self, Command, Work};
@@ -39,7 +43,8 @@ impl WorkerConfig {
 pub struct Worker<B: Backend, P: Stored> {
     id: String,
     store: Store<B, P>,
-    exchange: Exchange<B>,
+    transport: Arc<dyn Transport<B>>,
+    backlog: Backlog,
     commands: std::sync::mpsc::Sender<Command<B>>,
     interest: Interest,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -55,7 +60,7 @@ impl<B: Backend, P: Stored> Worker<B, P> {
         backend: B,
         model: Model<B>,
         store: Store<B, P>,
-        exchange: Exchange<B>,
+        transport: Arc<dyn Transport<B>>,
         interest: Interest,
     ) -> std::io::Result<Self> {
         let (commands, queue) = std::sync::mpsc::channel();
@@ -63,43 +68,112 @@ impl<B: Backend, P: Stored> Worker<B, P> {
         let thread = std::thread::Builder::new()
             .name(id.clone())
             .spawn(move || device::Device::new(config, backend, model, queue).run())?;
-        Ok(Worker { id, store, exchange, commands, interest, thread: Mutex::new(Some(thread)) })
+        let (backlog, thread) = (Backlog::default(), Mutex::new(Some(thread)));
+        Ok(Worker { id, store, transport, backlog, commands, interest, thread })
+    }
+
+    /// Tokens of the segments that it has still to prefill.
+    pub fn backlog_tokens(&self) -> u64 {
+        self.backlog.tokens()
     }
 
     fn begin(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
-        let PrefillJob { key, tokens, seam, anchor, transfer, cancel } = job;
+        let PrefillJob { key, tokens, seam, anchor, salt, to, held_only, deadline, cancel, .. } = job;
+        if held_only && !self.store.contains(key) {
+            return ready(Err(JobError::NotHere(self.id.clone()))).boxed();
+        }
+        let worker = self.id.clone();
+        let parcel =
+            |source: Source<B>, anchor: &Arc<[u32]>| Parcel { to, key, anchor: anchor.clone(), salt, source, deadline };
         match self.store.claim(key, &tokens, seam) {
             Claim::Hit(entry) => {
-                self.exchange.send(transfer, Source::Entry(entry));
-                futures::future::ready(Ok(JobOutcome { source: JobSource::Held })).boxed()
+                let delivery = self.transport.deliver(parcel(Source::Entry(entry), &anchor));
+                finish(worker, cancel, delivery, ready(Ok(JobSource::Held)).boxed()).boxed()
             }
             Claim::Join(flight) => {
                 let wanted = self.interest.add(key, cancel.clone());
-                self.exchange.send(transfer, Source::Flight(flight.clone()));
-                let worker = self.id.clone();
-                async move {
+                let delivery = self.transport.deliver(parcel(Source::Flight(flight.clone()), &anchor));
+                let name = worker.clone();
+                let landed = async move {
                     let _wanted = wanted;
-                    tokio::select! {
-                        () = cancel.cancelled() => Err(JobError::Cancelled),
-                        ended = landed(&flight) => match ended {
-                            Ok(()) => Ok(JobOutcome { source: JobSource::Shared }),
-                            Err(reason) => Err(JobError::Failed { worker, reason: reason.to_string() }),
-                        },
+                    match landed(&flight).await {
+                        Ok(()) => Ok(JobSource::Shared),
+                        Err(reason) => Err(JobError::Failed { worker: name, reason: reason.to_string() }),
                     }
-                }
-                .boxed()
+                };
+                finish(worker, cancel, delivery, landed.boxed()).boxed()
+            }
+            // It was there a moment ago.
+            Claim::Lead(lead) if held_only => {
+                lead.fail("evicted while it was asked for");
+                ready(Err(JobError::NotHere(worker))).boxed()
             }
             Claim::Lead(lead) => {
-                let wanted = self.interest.add(key, cancel);
-                self.exchange.send(transfer, Source::Flight(lead.flight().clone()));
+                let wanted = self.interest.add(key, cancel.clone());
+                let delivery = self.transport.deliver(parcel(Source::Flight(lead.flight().clone()), &anchor));
                 let (reply, answer) = oneshot::channel();
                 let gone = JobError::Gone(self.id.clone());
+                let charge = self.backlog.charge(anchor.len() + tokens.len());
                 let work = Work { lead, tokens, seam, anchor, wanted, reply };
                 // If the thread has stopped the work is dropped, and with it its lead and its reply.
                 _ = self.commands.send(Command::Prefill(work));
-                async move { answer.await.unwrap_or(Err(gone)) }.boxed()
+                let computed = async move {
+                    let _charge = charge;
+                    answer.await.unwrap_or(Err(gone))
+                };
+                finish(worker, cancel, delivery, computed.boxed()).boxed()
             }
         }
+    }
+}
+
+/// Waits for an entry's being made and for its being delivered. What is computed goes on while another request wants it;
+/// the delivery is this job's alone.
+async fn finish(
+    worker: String,
+    cancel: CancellationToken,
+    delivery: BoxFuture<'static, Result<Delivered, DeliveryError>>,
+    made: BoxFuture<'static, Result<JobSource, JobError>>,
+) -> Result<JobOutcome, JobError> {
+    let both = futures::future::join(delivery, made);
+    let (delivered, made) = tokio::select! {
+        // Looked at last: what is done is done.
+        biased;
+        both = both => both,
+        () = cancel.cancelled() => return Err(JobError::Cancelled),
+    };
+    // Why the entry was not made explains why it was not delivered.
+    let source = made?;
+    match delivered {
+        Ok(Delivered { bytes, exposed }) => Ok(JobOutcome { source, sent_bytes: bytes, exposed }),
+        Err(error) => Err(JobError::Undelivered { worker, reason: error.to_string() }),
+    }
+}
+
+/// Tokens that a worker has still to prefill.
+#[derive(Clone, Default)]
+struct Backlog(Arc<AtomicU64>);
+
+impl Backlog {
+    fn tokens(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn charge(&self, tokens: usize) -> BacklogCharge {
+        self.0.fetch_add(tokens as u64, Ordering::Relaxed);
+        BacklogCharge { backlog: self.clone(), tokens: tokens as u64 }
+    }
+}
+
+/// One job's share; gives it back when dropped.
+struct BacklogCharge {
+    backlog: Backlog,
+    tokens: u64,
+}
+
+impl Drop for BacklogCharge {
+    fn drop(&mut self) {
+        self.backlog.0.fetch_sub(self.tokens, Ordering::Relaxed);
     }
 }
 
@@ -112,8 +186,8 @@ impl<B: Backend, P: Stored> Scatter for Worker<B, P> {
         self.thread.lock().as_ref().is_some_and(|t| !t.is_finished())
     }
 
-    fn holds(&self, key: EntryKey, tokens: &[u32]) -> bool {
-        self.store.contains(key, tokens)
+    fn holds(&self, key: EntryKey) -> bool {
+        self.store.contains(key)
     }
 
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {

@@ -79,6 +79,7 @@ fn greedy(prompt: Prompt, stop_at_eos: bool) -> Request {
         stop_at_eos,
         logprobs: Some(2),
         deadline: None,
+        tenant: None,
     }
 }
 
@@ -137,8 +138,8 @@ fn check_report(report: &Report) {
     assert!(reused <= u.exact_tokens + u.composed_tokens, "{report:?}");
     for s in &report.segments {
         assert!(s.reused <= s.tokens, "{s:?}");
-        let computed_here = s.source == SegmentSource::Computed;
-        assert!(s.worker.is_none() || computed_here, "a worker is named where one computed: {s:?}");
+        let somebody = s.source != SegmentSource::SeamOnly;
+        assert_eq!(s.worker.is_some(), somebody, "who had the body, if there is one: {s:?}");
         assert!(s.source != SegmentSource::Prefix || s.reused == s.tokens, "a prefix state covers it whole: {s:?}");
         assert!(s.source != SegmentSource::SeamOnly || s.reused == 0, "{s:?}");
     }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use hypic::source::ModelSource;
 use hypic_cache::{EntryKey, Fingerprint, KeySpace, Stats, Store, StoreConfig};
 use hypic_combiner::{Combiner, CombinerConfig, CombinerLoad, PrefixState};
-use hypic_kernels::{Backend, Cpu};
+use hypic_kernels::{Backend, Cpu, part_to_host};
 use hypic_model::{LoadOptions, Model};
-use hypic_router::{Fleet, ModelCard, Router, RouterConfig, Sampling, Served};
+use hypic_router::{Fleet, ModelCard, Router, RouterConfig, Sampling, Served, View};
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_state::codec::encode;
-use hypic_state::{DType, Entry, LayerPart, RecurrentPart};
-use hypic_transport::{Exchange, Scatter};
+use hypic_state::{DType, Entry};
+use hypic_transport::{Combine, Exchange, Scatter, Transport};
 use tokio::time::Instant;
 
 /// Longest time that roles may take to give back what a request held.
@@ -83,19 +83,31 @@ impl Cluster {
         let store_config = StoreConfig { capacity_bytes: setup.cache_bytes };
         let store = TestStore::new(store_config);
         let (exchange, interest) = (Exchange::default(), Interest::default());
+        let transport: Arc<dyn Transport<Cpu>> = Arc::new(exchange.clone());
+        let own = Worker::start(
+            WorkerConfig::named(setup.combiner.id.clone()),
+            Cpu::new(setup.worker_threads),
+            model.clone(),
+            store.clone(),
+            transport.clone(),
+            interest.clone(),
+        );
+        let last_resort: Arc<dyn Scatter> = Arc::new(own.expect("a thread"));
         let mut scatter: Vec<Arc<dyn Scatter>> = Vec::with_capacity(setup.workers);
         for i in 0..setup.workers {
             let mut config = WorkerConfig::named(format!("worker-{i}"));
             config.chunk_rows = setup.worker_rows;
             let cpu = Cpu::new(setup.worker_threads);
-            let worker = Worker::start(config, cpu, model.clone(), store.clone(), exchange.clone(), interest.clone());
+            let worker = Worker::start(config, cpu, model.clone(), store.clone(), transport.clone(), interest.clone());
             scatter.push(double(i, Arc::new(worker.expect("a thread")), &exchange));
         }
         let (cpu, config) = (backend.clone(), setup.combiner);
-        let combiner = Combiner::start(config, cpu, model.clone(), store.clone(), store_config, exchange.clone());
+        let (kept, arrivals) = (store.clone(), exchange.clone());
+        let combiner = Combiner::start(config, cpu, model.clone(), kept, store_config, arrivals, last_resort);
         let combiner = Arc::new(combiner.expect("a thread"));
         let text = ModelSource::Demo.text().expect("a good tokenizer");
-        let fleet = Fleet { scatter, combine: combiner.clone(), transfers: Arc::new(exchange.clone()) };
+        let combiners: Vec<Arc<dyn Combine>> = vec![combiner.clone()];
+        let fleet = Arc::new(Fleet::new(View { scatter, combiners }));
         let router = Router::new(setup.router, served(&model), text, fleet);
         Cluster { router, combiner, store, exchange, model, backend }
     }
@@ -151,7 +163,8 @@ pub fn key_space(model: &Model<Cpu>) -> KeySpace {
     KeySpace::new(Fingerprint(model.fingerprint()), model.dtype())
 }
 
-fn served(model: &Model<Cpu>) -> Served {
+/// What a router is told of the model.
+pub fn served(model: &Model<Cpu>) -> Served {
     let context = u32::try_from(model.spec().max_positions).expect("a sane context");
     Served {
         card: ModelCard { id: "demo".to_string(), created: 0, context },
@@ -165,13 +178,5 @@ fn served(model: &Model<Cpu>) -> Served {
 
 /// All parts of an entry in the form in which they travel, which has a checksum of each.
 pub fn entry_bytes<B: Backend>(backend: &B, entry: &Entry<B>) -> Vec<u8> {
-    let host = |part: &LayerPart<B>| match part {
-        LayerPart::Recurrent(p) => LayerPart::Recurrent(RecurrentPart {
-            transition: p.transition.map(|t| backend.download(t)),
-            state: backend.download(&p.state),
-            tail: p.tail.as_ref().map(|t| backend.download(t)),
-        }),
-        LayerPart::Attention(kv) => LayerPart::Attention(backend.kv_download(kv)),
-    };
-    entry.parts().iter().flat_map(|part| encode(&host(part)).to_vec()).collect()
+    entry.parts().iter().flat_map(|part| encode(&part_to_host(backend, part)).to_vec()).collect()
 }

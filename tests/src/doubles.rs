@@ -10,7 +10,7 @@ use hypic_cache::{Claim, EntryKey, Lead, Source, Store, StoreConfig};
 use hypic_combiner::PrefixState;
 use hypic_kernels::Cpu;
 use hypic_state::{PartSource, PartState};
-use hypic_transport::{Exchange, JobError, JobOutcome, PrefillJob, Scatter, Transfers};
+use hypic_transport::{Delivery, Exchange, JobError, JobOutcome, PrefillJob, Scatter, TransferId};
 
 /// How a job fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +66,8 @@ impl Scatter for Failing {
         self.inner.is_running()
     }
 
-    fn holds(&self, key: EntryKey, tokens: &[u32]) -> bool {
-        self.inner.holds(key, tokens)
+    fn holds(&self, key: EntryKey) -> bool {
+        self.inner.holds(key)
     }
 
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
@@ -105,19 +105,18 @@ impl Scatter for Failing {
 
 /// Send the first half of the layers' parts, or all, in a flight that then fails.
 async fn send_some(worker: &dyn Scatter, exchange: &Exchange<Cpu>, job: PrefillJob, all: bool) -> Result<(), JobError> {
-    let own = exchange.open();
-    let incoming = exchange.receive(own, Arc::new(|| {})).expect("just opened");
-    let PrefillJob { key, tokens, seam, transfer, .. } = job.clone();
-    let done = worker.prefill(PrefillJob { transfer: own, ..job }).await;
-    exchange.close(own);
-    done?;
+    let own = TransferId::random();
+    let incoming = exchange.open(own.id);
+    let PrefillJob { key, tokens, seam, to, .. } = job.clone();
+    worker.prefill(PrefillJob { to: Delivery { transfer: own, ..to.clone() }, ..job }).await?;
     let mut parts = Vec::new();
     while let PartState::Ready(part) = incoming.part(parts.len()) {
         parts.push(part);
     }
     assert!(parts.len() > 1, "a whole entry");
     let lead = lead(key, &tokens, seam);
-    exchange.send(transfer, Source::Flight(lead.flight().clone()));
+    // A request that has ended meanwhile wants nothing.
+    _ = exchange.send(to.transfer, Source::Flight(lead.flight().clone()));
     let count = if all { parts.len() } else { parts.len() / 2 };
     for (layer, part) in parts.into_iter().take(count).enumerate() {
         lead.publish(layer, part);

@@ -6,6 +6,7 @@ pub mod cluster;
 pub mod doubles;
 pub mod drive;
 pub mod golden;
+pub mod remote;
 pub mod tolerance;
 
 use std::path::PathBuf;

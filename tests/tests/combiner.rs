@@ -14,8 +14,8 @@ use hypic_tests::Random;
 use hypic_tests::cluster::{TestStore, demo_model, key_space};
 use hypic_tests::drive::Rig;
 use hypic_transport::{
-    ChoiceEnd, Combine, CombineError, Exchange, GenerationEvent, Plan, PlanSegment, PrefillJob, SamplingParams,
-    Scatter, SegmentBody, TransferId, Transfers,
+    ChoiceEnd, Combine, CombineError, Delivery, Exchange, GenerationEvent, Plan, PlanChoice, PlanSegment, PrefillJob,
+    PrefixHit, SamplingParams, Scatter, SegmentBody, TransferId,
 };
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio_util::sync::CancellationToken;
@@ -27,7 +27,7 @@ const SOON: Duration = Duration::from_secs(20);
 /// A combiner and a worker that gives it entries.
 struct Bench {
     combiner: Combiner<Cpu>,
-    worker: Worker<Cpu, hypic_combiner::PrefixState<Cpu>>,
+    worker: Arc<Worker<Cpu, hypic_combiner::PrefixState<Cpu>>>,
     exchange: Exchange<Cpu>,
     store: TestStore,
     model: Model<Cpu>,
@@ -49,21 +49,31 @@ impl Bench {
             Cpu::new(1),
             model.clone(),
             store.clone(),
-            exchange.clone(),
+            Arc::new(exchange.clone()),
             Interest::default(),
         );
-        let combiner = Combiner::start(config, cpu, model.clone(), store.clone(), settings, exchange.clone());
-        Bench { combiner: combiner.expect("a thread"), worker: worker.expect("a thread"), exchange, store, model }
+        let worker = Arc::new(worker.expect("a thread"));
+        let (kept, arrivals) = (store.clone(), exchange.clone());
+        let combiner = Combiner::start(config, cpu, model.clone(), kept, settings, arrivals, worker.clone());
+        Bench { combiner: combiner.expect("a thread"), worker, exchange, store, model }
+    }
+
+    fn key(&self, tokens: &[u32]) -> hypic_cache::EntryKey {
+        hypic_cache::EntryKey::new(&key_space(&self.model), SEAM, &[], b"", tokens)
     }
 
     /// Have the entry of `tokens` sent.
     async fn send(&self, transfer: TransferId, tokens: &[u32]) {
         let job = PrefillJob {
-            key: hypic_cache::EntryKey::new(&key_space(&self.model), SEAM, &[], b"", tokens),
+            key: self.key(tokens),
             tokens: tokens.into(),
             seam: SEAM,
             anchor: Arc::new([]),
-            transfer,
+            salt: Arc::new([]),
+            to: Delivery { combiner: "combiner".into(), transfer },
+            held_only: false,
+            request: "test".into(),
+            deadline: None,
             cancel: CancellationToken::new(),
         };
         self.worker.prefill(job).await.expect("an entry");
@@ -72,8 +82,8 @@ impl Bench {
     /// Waits until so many answers are under way.
     async fn sequences(&self, wanted: usize) {
         let begun = Instant::now();
-        while self.combiner.load().sequences != wanted {
-            assert!(begun.elapsed() < SOON, "{wanted} answers under way? {:?}", self.combiner.load());
+        while Combiner::load(&self.combiner).sequences != wanted {
+            assert!(begun.elapsed() < SOON, "{wanted} answers under way? {:?}", Combiner::load(&self.combiner));
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }
@@ -86,7 +96,7 @@ impl Bench {
             assert!(begun.elapsed() < SOON, "still in use: {:?}", self.store.stats());
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
-        assert_eq!(self.combiner.load(), CombinerLoad::default());
+        assert_eq!(Combiner::load(&self.combiner), CombinerLoad::default());
     }
 }
 
@@ -135,15 +145,21 @@ struct Ask {
     max_tokens: usize,
     answers: usize,
     deadline: Option<Duration>,
+    resume: Option<PrefixHit>,
+    /// Tokens that the first answer has already.
+    told: Vec<u32>,
+    sampling: SamplingParams,
 }
 
 impl Ask {
     fn rows(query: Vec<u32>, max_tokens: usize) -> Self {
-        Ask { segments: Vec::new(), query, max_tokens, answers: 1, deadline: None }
+        let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+        let (segments, told) = (Vec::new(), Vec::new());
+        Ask { segments, query, max_tokens, answers: 1, deadline: None, resume: None, told, sampling }
     }
 
-    fn composed(tokens: &[u32], transfer: TransferId, query: Vec<u32>) -> Self {
-        let body = SegmentBody::Entry { seam: SEAM, transfer };
+    fn composed(bench: &Bench, tokens: &[u32], transfer: TransferId, query: Vec<u32>) -> Self {
+        let body = SegmentBody::Entry { seam: SEAM, key: bench.key(tokens), transfer, held: false };
         Ask { segments: vec![PlanSegment { tokens: tokens.into(), body }], ..Ask::rows(query, 6) }
     }
 
@@ -152,22 +168,27 @@ impl Ask {
         let cancel = CancellationToken::new();
         let choices: Vec<CancellationToken> = (0..self.answers).map(|_| cancel.child_token()).collect();
         let space = KeySpace::new(Fingerprint([0; 32]), DType::F32);
-        let greedy = |choice| SamplingParams { temperature: 0.0, choice, ..SamplingParams::default() };
+        let choice = |(i, cancel): (usize, &CancellationToken)| PlanChoice {
+            sampling: SamplingParams { choice: i as u32, ..self.sampling.clone() },
+            told: if i == 0 { self.told.clone() } else { Vec::new() },
+            cancel: cancel.clone(),
+        };
+        let plan_choices = choices.iter().enumerate().map(choice).collect();
         combiner.generate(Plan {
+            request: "test".into(),
             arrived: Instant::now(),
-            resume: None,
+            resume: self.resume,
             segments: self.segments,
             query: self.query,
             rule: ComposeRule::Transition,
             root: PrefixChain::new(&space, 2, ComposeRule::Transition, SEAM, &[], b"").key(),
             saves: Vec::new(),
-            choices: (0..self.answers as u32).map(greedy).collect(),
+            choices: plan_choices,
             prompt_ids: Vec::new(),
             eos: Arc::new([]),
             max_tokens: self.max_tokens,
             deadline: self.deadline.map(|d| Instant::now() + d),
             cancel: cancel.clone(),
-            cancel_choice: choices.clone(),
             events: sender,
         });
         Asked { events, cancel, choices }
@@ -189,23 +210,22 @@ async fn a_composition_that_waits_holds_up_nobody() {
     let bench = Bench::new();
     let mut random = Random(1);
     let (segment, query) = (random.tokens(60, VOCAB), random.tokens(4, VOCAB));
-    let transfer = bench.exchange.open();
-    let mut waiting = Ask::composed(&segment, transfer, query.clone()).of(&bench.combiner);
+    let transfer = TransferId::random();
+    let mut waiting = Ask::composed(&bench, &segment, transfer, query.clone()).of(&bench.combiner);
 
     let decoded = Ask::rows(random.tokens(30, VOCAB), 40).of(&bench.combiner).tokens().await;
     assert_eq!(decoded.expect("it waits for nothing")[0].len(), 40);
-    let other = bench.exchange.open();
+    let other = TransferId::random();
     let next = random.tokens(50, VOCAB);
+    let mut composed = Ask::composed(&bench, &next, other, vec![1]).of(&bench.combiner);
     bench.send(other, &next).await;
-    Ask::composed(&next, other, vec![1]).of(&bench.combiner).tokens().await.expect("nor does another composition");
+    composed.tokens().await.expect("nor does another composition");
     assert_eq!(waiting.count(), 0);
     bench.sequences(1).await;
 
     bench.send(transfer, &segment).await;
     let got = waiting.tokens().await.expect("its entry has come");
     assert_eq!(got, [by_hand(&segment, &query, 6)]);
-    bench.exchange.close(transfer);
-    bench.exchange.close(other);
     bench.settle().await;
 }
 
@@ -215,18 +235,17 @@ async fn prompts_take_turns_between_two_layers() {
     let bench = Bench::new();
     let mut random = Random(2);
     let (segment, query) = (random.tokens(60, VOCAB), random.tokens(4, VOCAB));
-    let scratch = bench.exchange.open();
-    let whole = bench.exchange.receive(scratch, Arc::new(|| {})).expect("open");
+    let scratch = TransferId::random();
+    let whole = bench.exchange.open(scratch.id);
     bench.send(scratch, &segment).await;
 
     let store: TestStore = Store::new(StoreConfig::default());
-    let key = hypic_cache::EntryKey::new(&key_space(&bench.model), SEAM, &[], b"", &segment);
-    let hypic_cache::Claim::Lead(lead) = store.claim(key, &segment.as_slice().into(), SEAM) else {
+    let hypic_cache::Claim::Lead(lead) = store.claim(bench.key(&segment), &segment.as_slice().into(), SEAM) else {
         unreachable!("the store is empty")
     };
-    let transfer = bench.exchange.open();
-    bench.exchange.send(transfer, Source::Flight(lead.flight().clone()));
-    let mut composed = Ask::composed(&segment, transfer, query.clone()).of(&bench.combiner);
+    let transfer = TransferId::random();
+    let mut composed = Ask::composed(&bench, &segment, transfer, query.clone()).of(&bench.combiner);
+    bench.exchange.send(transfer, Source::Flight(lead.flight().clone())).expect("the plan has opened it");
     for layer in 0..bench.model.layout().len() {
         use hypic_state::{PartSource, PartState};
         let PartState::Ready(part) = whole.part(layer) else { unreachable!("it is whole") };
@@ -235,8 +254,6 @@ async fn prompts_take_turns_between_two_layers() {
     }
     assert_eq!(composed.tokens().await.expect("all parts came"), [by_hand(&segment, &query, 6)]);
     drop((whole, lead));
-    bench.exchange.close(transfer);
-    bench.exchange.close(scratch);
     bench.settle().await;
 }
 
@@ -261,44 +278,76 @@ async fn decoding_goes_on_during_a_long_prompt_and_the_prompt_during_decoding() 
     bench.settle().await;
 }
 
+/// An entry that should be held and is not is asked for at once; one that is needs nothing else.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_transfer_that_fails_fails_its_request_only() {
+async fn what_is_held_no_longer_is_asked_for() {
     let bench = Bench::new();
-    let segment = Random(4).tokens(30, VOCAB);
-    let (failing, closed) = (bench.exchange.open(), bench.exchange.open());
-    let mut waiting = Ask::composed(&segment, failing, vec![1]).of(&bench.combiner);
-    let other = Ask::rows(vec![1, 2, 3], 20).of(&bench.combiner);
-    bench.exchange.fail(failing, "no worker is left");
-    let why = waiting.tokens().await.expect_err("nothing will come");
-    assert!(matches!(&why, CombineError::Segment(reason) if reason.contains("no worker is left")), "{why}");
-    let mut other = other;
-    other.tokens().await.expect("it does not concern this one");
+    let mut random = Random(4);
+    let (segment, query) = (random.tokens(60, VOCAB), random.tokens(4, VOCAB));
+    let want = by_hand(&segment, &query, 6);
+    for (round, held_in_fact) in [false, true].into_iter().enumerate() {
+        let transfer = TransferId::random();
+        let mut ask = Ask::composed(&bench, &segment, transfer, query.clone());
+        let SegmentBody::Entry { held, .. } = &mut ask.segments[0].body else { unreachable!("it has a body") };
+        *held = true;
+        let mut asked = ask.of(&bench.combiner);
+        if !held_in_fact {
+            assert!(matches!(asked.next().await, GenerationEvent::Missing(0)), "round {round}");
+            bench.send(transfer, &segment).await;
+        }
+        assert_eq!(asked.tokens().await.expect("an answer"), [want.clone()], "round {round}");
+    }
+    bench.settle().await;
+}
 
-    bench.exchange.close(closed);
-    let why = Ask::composed(&segment, closed, vec![1]).of(&bench.combiner).tokens().await;
-    assert!(matches!(why, Err(CombineError::Segment(_))), "{why:?}");
-    bench.exchange.close(failing);
+/// An answer that another combiner began goes on as it would have, greedy and sampled, and tells nothing twice.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_is_taken_up_where_it_was() {
+    let bench = Bench::new();
+    let mut random = Random(9);
+    let query = random.tokens(20, VOCAB);
+    let penalties = SamplingParams { presence_penalty: 0.5, frequency_penalty: 0.3, ..SamplingParams::default() };
+    for sampling in [SamplingParams { temperature: 0.0, ..penalties.clone() }, SamplingParams { seed: 7, ..penalties }]
+    {
+        let ask = |told: Vec<u32>| Ask { told, sampling: sampling.clone(), ..Ask::rows(query.clone(), 40) };
+        let whole = ask(Vec::new()).of(&bench.combiner).tokens().await.expect("an answer").remove(0);
+        for cut in [1, 17, 39] {
+            let rest = ask(whole[..cut].to_vec()).of(&bench.combiner).tokens().await.expect("an answer").remove(0);
+            assert_eq!(rest, whole[cut..], "cut at {cut}, {sampling:?}");
+        }
+    }
+    bench.settle().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prefix_state_that_is_gone_is_told() {
+    let bench = Bench::new();
+    let space = KeySpace::new(Fingerprint([0; 32]), DType::F32);
+    let key = PrefixChain::new(&space, 2, ComposeRule::Transition, SEAM, &[], b"").rows(&[1, 2]).key();
+    let resume = Some(PrefixHit { key, tokens: 2, exact: 2 });
+    let why = Ask { resume, ..Ask::rows(vec![3], 3) }.of(&bench.combiner).tokens().await;
+    assert_eq!(why, Err(CombineError::StalePrefix));
     bench.settle().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deadline_ends_waiting_for_a_part() {
     let bench = Bench::new();
-    let transfer = bench.exchange.open();
+    let transfer = TransferId::random();
     let wait = Duration::from_millis(80);
     let begun = Instant::now();
-    let ask = Ask { deadline: Some(wait), ..Ask::composed(&[1; 30], transfer, vec![1]) };
+    let ask = Ask { deadline: Some(wait), ..Ask::composed(&bench, &[1; 30], transfer, vec![1]) };
     let why = ask.of(&bench.combiner).tokens().await.expect_err("nothing comes");
     assert_eq!(why, CombineError::Deadline);
     assert!(begun.elapsed() >= wait);
 
-    let mut cancelled = Ask::composed(&[1; 30], transfer, vec![1]).of(&bench.combiner);
+    let mut cancelled = Ask::composed(&bench, &[1; 30], transfer, vec![1]).of(&bench.combiner);
     tokio::time::sleep(Duration::from_millis(20)).await;
     cancelled.cancel.cancel();
     assert_eq!(cancelled.tokens().await.expect_err("it was cancelled"), CombineError::Cancelled);
 
     // A requester that has gone without a word is as good as a cancellation.
-    drop(Ask::composed(&[1; 30], transfer, vec![1]).of(&bench.combiner));
+    drop(Ask::composed(&bench, &[1; 30], transfer, vec![1]).of(&bench.combiner));
     bench.settle().await;
 }
 
@@ -353,12 +402,14 @@ async fn there_are_no_more_answers_than_places() {
 #[tokio::test(flavor = "multi_thread")]
 async fn stopping_tells_everybody() {
     let config = CombinerConfig { max_sequences: 2, ..CombinerConfig::named("combiner") };
-    let Bench { combiner, exchange, .. } = Bench::with(config);
-    let transfer = exchange.open();
-    let mut decoding = Ask::rows(vec![1, 2], ENDLESS).of(&combiner);
+    let bench = Bench::with(config);
+    let combiner = &bench.combiner;
+    let transfer = TransferId::random();
+    let mut decoding = Ask::rows(vec![1, 2], ENDLESS).of(combiner);
     decoding.begins().await;
-    let mut composing = Ask::composed(&[1; 30], transfer, vec![1]).of(&combiner);
-    let mut waiting = Ask::rows(vec![1, 2], 3).of(&combiner);
+    let mut composing = Ask::composed(&bench, &[1; 30], transfer, vec![1]).of(combiner);
+    let mut waiting = Ask::rows(vec![1, 2], 3).of(combiner);
+    let combiner = bench.combiner;
     tokio::task::spawn_blocking(move || drop(combiner)).await.expect("it stops");
     for asked in [&mut decoding, &mut composing, &mut waiting] {
         assert_eq!(asked.tokens().await, Err(CombineError::ShuttingDown));

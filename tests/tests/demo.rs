@@ -72,7 +72,7 @@ async fn documents_in_another_order_are_reused() {
         for (document, before) in documents.iter().zip(cold.report.segments[1..].iter().rev()) {
             assert_eq!(document.tokens, before.tokens, "a segment's ids do not depend on its neighbours");
             assert_eq!((document.source, document.reused), (SegmentSource::Memory, document.tokens - SEAM));
-            assert_eq!(document.worker, None);
+            assert_eq!(document.worker.as_deref(), Some("combiner-0"), "who held it");
         }
         let usage = warm.report.usage;
         assert_eq!(usage.exact_tokens, 0, "a composed hit is never exact");

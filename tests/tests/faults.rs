@@ -89,15 +89,20 @@ async fn a_late_worker_costs_time_only() {
     cluster.settle().await;
 }
 
+/// The combiner computes what no worker can, at once and always.
 #[tokio::test(flavor = "multi_thread")]
-async fn when_all_workers_fail_the_request_does() {
-    let (cluster, workers) = failing(&[(Failure::AtOnce, 1000), (Failure::Halfway, 1000)]);
+async fn when_all_workers_fail_the_combiner_computes() {
+    let request = request(4);
+    let want = want(&request).await;
+    let (cluster, workers) = failing(&[(Failure::AtOnce, 1000), (Failure::AtOnce, 1000)]);
     let begun = Instant::now();
-    let error = ask(&cluster.router, request(4)).await.expect_err("no worker does its job");
-    assert_eq!(error.kind, ErrorKind::Internal);
-    assert!(error.message.contains("could not be prefilled"), "{error}");
-    assert!(begun.elapsed() < SOON, "the combiner is told at once");
+    let answer = ask(&cluster.router, request).await.expect("the last resort is refused by nothing");
+    same_answer("last resort", answer.ids(), &want);
+    assert!(begun.elapsed() < SOON, "nobody is waited for");
     assert!(workers.iter().all(|w| w.jobs() > 0), "both were tried");
+    for told in &answer.report.segments {
+        assert_eq!((told.source, told.worker.as_deref()), (SegmentSource::Computed, Some("combiner")));
+    }
     cluster.settle().await;
 }
 

@@ -12,7 +12,8 @@ use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_state::{PartSource, PartState};
 use hypic_tests::Random;
 use hypic_tests::cluster::{TestStore, demo_model, key_space};
-use hypic_transport::{Exchange, JobError, JobSource, PrefillJob, Scatter, Transfers};
+use hypic_transport::{Delivery, Exchange, Incoming, JobError, JobSource, PrefillJob, Scatter, TransferId};
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
 const VOCAB: usize = 1746;
@@ -23,35 +24,60 @@ struct Bench {
     store: TestStore,
     exchange: Exchange<Cpu>,
     interest: Interest,
+    /// The receiving ends of all jobs.
+    open: Mutex<Vec<(TransferId, Incoming<Cpu>)>>,
 }
 
 impl Bench {
     fn new(cache_bytes: usize) -> Self {
         let store = Store::new(StoreConfig { capacity_bytes: cache_bytes });
-        Bench { model: demo_model(&Cpu::new(1)), store, exchange: Exchange::default(), interest: Interest::default() }
+        let (exchange, interest, open) = (Exchange::default(), Interest::default(), Mutex::default());
+        Bench { model: demo_model(&Cpu::new(1)), store, exchange, interest, open }
     }
 
     fn worker(&self, id: &str, chunk_rows: usize) -> Worker<Cpu, PrefixState<Cpu>> {
         let config = WorkerConfig { chunk_rows, ..WorkerConfig::named(id) };
-        let (store, exchange) = (self.store.clone(), self.exchange.clone());
+        let (store, exchange) = (self.store.clone(), Arc::new(self.exchange.clone()));
         let worker = Worker::start(config, Cpu::new(1), self.model.clone(), store, exchange, self.interest.clone());
         worker.expect("a thread")
     }
 
     fn job(&self, tokens: &[u32]) -> PrefillJob {
+        let transfer = TransferId::random();
+        self.open.lock().push((transfer, self.exchange.open(transfer.id)));
         PrefillJob {
             key: EntryKey::new(&key_space(&self.model), SEAM, &[], b"", tokens),
             tokens: tokens.into(),
             seam: SEAM,
             anchor: Arc::new([]),
-            transfer: self.exchange.open(),
+            salt: Arc::new([]),
+            to: Delivery { combiner: "combiner".into(), transfer },
+            held_only: false,
+            request: "test".into(),
+            deadline: None,
             cancel: CancellationToken::new(),
         }
     }
 
-    fn at_rest(&self) {
-        let stats = self.store.stats();
-        assert_eq!((stats.pinned, stats.flights), (0, 0), "{stats:?}");
+    /// The receiving end of a job.
+    fn incoming(&self, transfer: TransferId) -> Incoming<Cpu> {
+        let mut open = self.open.lock();
+        let at = open.iter().position(|(id, _)| *id == transfer).expect("it is open");
+        open.swap_remove(at).1
+    }
+
+    /// Nothing is in use, soon: a job that is given up ends before its computation does.
+    async fn at_rest(&self) {
+        self.open.lock().clear();
+        let begun = Instant::now();
+        loop {
+            let stats = self.store.stats();
+            if (stats.pinned, stats.flights) == (0, 0) {
+                return;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "{stats:?}");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
     }
 }
 
@@ -68,7 +94,7 @@ async fn one_computation_for_all_who_want_it() {
     let outcomes: Vec<JobSource> = join_all(jobs).await.into_iter().map(|o| o.expect("done").source).collect();
     assert_eq!(outcomes.iter().filter(|s| computed(**s)).count(), 1, "{outcomes:?}");
     assert_eq!(outcomes.iter().filter(|s| **s == JobSource::Shared).count(), 5, "{outcomes:?}");
-    assert!(b.holds(bench.job(&tokens).key, &tokens));
+    assert!(b.holds(bench.job(&tokens).key));
     assert_eq!(b.prefill(bench.job(&tokens)).await.expect("done").source, JobSource::Held);
 }
 
@@ -78,17 +104,16 @@ async fn an_entry_that_is_not_kept_is_sent() {
     let bench = Bench::new(0);
     let worker = bench.worker("worker", 512);
     let job = bench.job(&Random(2).tokens(100, VOCAB));
-    let (key, tokens, transfer) = (job.key, job.tokens.clone(), job.transfer);
-    let incoming = bench.exchange.receive(transfer, Arc::new(|| {})).expect("open");
+    let key = job.key;
+    let incoming = bench.incoming(job.to.transfer);
     let outcome = worker.prefill(job).await.expect("done");
     assert!(computed(outcome.source));
-    assert!(!worker.holds(key, &tokens));
+    assert!(!worker.holds(key));
     for layer in 0..bench.model.layout().len() {
         assert!(matches!(incoming.part(layer), PartState::Ready(_)), "layer {layer}");
     }
-    bench.exchange.close(transfer);
     drop(incoming);
-    bench.at_rest();
+    bench.at_rest().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -99,24 +124,20 @@ async fn work_that_nobody_wants_is_given_up() {
     let (long, behind) = (random.tokens(6_000, VOCAB), random.tokens(20_000, VOCAB));
     let (running, queued) = (bench.job(&long), bench.job(&behind));
     let cancels = [running.cancel.clone(), queued.cancel.clone()];
-    let transfers = [running.transfer, queued.transfer];
     let begun = Instant::now();
     let (running, queued) = (worker.prefill(running), worker.prefill(queued));
     tokio::time::sleep(Duration::from_millis(30)).await;
     cancels.iter().for_each(CancellationToken::cancel);
     assert_eq!(running.await, Err(JobError::Cancelled));
     assert_eq!(queued.await, Err(JobError::Cancelled));
+    bench.at_rest().await;
     let given_up = begun.elapsed();
-    transfers.iter().for_each(|&t| bench.exchange.close(t));
-    bench.at_rest();
 
     let begun = Instant::now();
     let again = bench.job(&long);
-    let transfer = again.transfer;
     assert!(computed(worker.prefill(again).await.expect("it can be had again").source));
     assert!(given_up < begun.elapsed(), "{given_up:?} to give up, {:?} to do it", begun.elapsed());
-    bench.exchange.close(transfer);
-    bench.at_rest();
+    bench.at_rest().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -129,7 +150,7 @@ async fn work_that_another_wants_goes_on() {
     let (first, second) = (worker.prefill(first), worker.prefill(second));
     cancel.cancel();
     assert_eq!(second.await.expect("done").source, JobSource::Shared);
-    assert!(first.await.is_ok(), "it was computed after all");
+    assert_eq!(first.await, Err(JobError::Cancelled), "its own request has given it up");
     assert_eq!(bench.store.stats().failed_flights, 0);
 }
 
@@ -156,8 +177,7 @@ async fn a_worker_that_goes_fails_its_jobs() {
     let mut random = Random(6);
     let shared = random.tokens(6_000, VOCAB);
     let jobs = [bench.job(&shared), bench.job(&random.tokens(500, VOCAB)), bench.job(&shared)];
-    let transfers = jobs.each_ref().map(|j| j.transfer);
-    let incoming = bench.exchange.receive(transfers[0], Arc::new(|| {})).expect("open");
+    let incoming = bench.incoming(jobs[0].to.transfer);
     let answers = jobs.map(|job| worker.prefill(job));
     tokio::task::spawn_blocking(move || drop(worker)).await.expect("it stops");
     let [first, _, joined] = join_all(answers).await.try_into().expect("three");
@@ -165,13 +185,24 @@ async fn a_worker_that_goes_fails_its_jobs() {
     assert!(matches!(joined, Err(JobError::Failed { .. })), "{joined:?}");
     let last = bench.model.layout().len() - 1;
     assert!(matches!(incoming.part(last), PartState::Pending), "another sender may take the transfer up");
-    bench.exchange.fail(transfers[0], "no worker is left");
-    assert!(matches!(incoming.part(last), PartState::Failed(_)));
-    transfers.iter().for_each(|&t| bench.exchange.close(t));
     drop(incoming);
-    bench.at_rest();
+    bench.at_rest().await;
 
     let heir = bench.worker("heir", 512);
     let job = bench.job(&random.tokens(50, VOCAB));
     heir.prefill(job).await.expect("the store is as good as before");
+}
+
+/// What is asked for only if held is never computed.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_held_is_told_at_once() {
+    let bench = Bench::new(64 << 20);
+    let worker = bench.worker("worker", 512);
+    let tokens = Random(7).tokens(100, VOCAB);
+    let held = || PrefillJob { held_only: true, ..bench.job(&tokens) };
+    assert_eq!(worker.prefill(held()).await, Err(JobError::NotHere("worker".to_string())));
+    worker.prefill(bench.job(&tokens)).await.expect("computed");
+    assert_eq!(worker.prefill(held()).await.expect("held").source, JobSource::Held);
+    assert_eq!(worker.backlog_tokens(), 0);
+    bench.at_rest().await;
 }

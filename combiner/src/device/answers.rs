@@ -1,5 +1,6 @@
 //! Answers: all of them decode in one batch.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use hypic_kernels::Backend;
@@ -15,6 +16,8 @@ pub(super) struct Decoding<B: Backend> {
     pub choice: usize,
     pub state: Option<RunningState<B>>,
     pub sampler: Sampler,
+    /// Tokens to come that were told already, by another combiner.
+    pub told: VecDeque<u32>,
     /// The token to feed next.
     pub last: u32,
 }
@@ -22,14 +25,20 @@ pub(super) struct Decoding<B: Backend> {
 impl<B: Backend> Device<B> {
     /// Sample an answer's next token; false if it was the last one.
     pub(super) fn take_token(&mut self, answer: &mut Decoding<B>, logits: &[f32]) -> Result<bool, CombineError> {
-        let sampled = answer.sampler.sample(logits);
-        let sampled = sampled.map_err(|e| CombineError::Sampling { field: e.field, message: e.message })?;
         let (id, choice) = (answer.request, answer.choice);
-        answer.last = sampled.token;
         let plan = &self.requests[&id].plan;
-        let (logprob, top) = sampled.logprobs.map_or((None, Vec::new()), |l| (Some(l.chosen), l.top));
-        _ = plan.events.send(GenerationEvent::Token(TokenEvent { choice, token: sampled.token, logprob, top }));
-        let end = if plan.eos.contains(&sampled.token) {
+        if let Some(told) = answer.told.pop_front() {
+            answer.sampler.resume(&[told]);
+            answer.last = told;
+        } else {
+            let sampled = answer.sampler.sample(logits);
+            let sampled =
+                sampled.map_err(|e| CombineError::Sampling { field: e.field.to_string(), message: e.message })?;
+            answer.last = sampled.token;
+            let (logprob, top) = sampled.logprobs.map_or((None, Vec::new()), |l| (Some(l.chosen), l.top));
+            _ = plan.events.send(GenerationEvent::Token(TokenEvent { choice, token: sampled.token, logprob, top }));
+        }
+        let end = if plan.eos.contains(&answer.last) {
             ChoiceEnd::Eos
         } else if answer.sampler.generated() >= plan.max_tokens as u64 {
             ChoiceEnd::Length

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use hypic_kernels::Backend;
 use hypic_model::{Model, Progress, RunningState, SequenceOutput, Workspace};
-use hypic_transport::{CombineError, GenerationEvent, SamplingParams};
+use hypic_transport::{ChoiceEnd, CombineError, GenerationEvent, PlanChoice};
 
 use super::answers::Decoding;
 use super::{Command, Device};
@@ -118,9 +118,13 @@ impl<B: Backend> Device<B> {
         request.tell(GenerationEvent::Composed(prompt.busy));
         let fork = sequence.saved.pop();
         let mut state = Some(sequence.state);
-        let choices: Vec<SamplingParams> = request.plan.choices.clone();
+        let choices = request.plan.choices.clone();
         let ids = request.plan.prompt_ids.clone();
-        for (choice, params) in choices.into_iter().enumerate() {
+        for (choice, PlanChoice { sampling, told, cancel }) in choices.into_iter().enumerate() {
+            if cancel.is_cancelled() {
+                self.end_choice(id, choice, ChoiceEnd::Cancelled);
+                continue;
+            }
             let own = match &fork {
                 Some(frozen) => RunningState::resume(&self.setup.backend, &self.setup.model, frozen),
                 None => state.take().expect("one answer goes on from the state itself"),
@@ -129,7 +133,8 @@ impl<B: Backend> Device<B> {
                 request: id,
                 choice,
                 state: Some(own),
-                sampler: Sampler::new(params, ids.iter().copied()),
+                sampler: Sampler::new(sampling, ids.iter().copied()),
+                told: told.into(),
                 last: 0,
             };
             if self.take_token(&mut answer, logits)? {

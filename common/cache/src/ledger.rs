@@ -10,6 +10,7 @@ use std::sync::Arc;
 use hypic_state::{Entry, Storage, Stored};
 use tracing::debug;
 
+use crate::changes::{Change, Journal, Watch};
 use crate::policy::{Boundaries, Order, Rank, Worth};
 use crate::{EntryKey, PrefixKey, PrefixKind, Stats};
 
@@ -23,6 +24,8 @@ pub(crate) struct Ledger<S: Storage, P> {
     boundaries: Boundaries,
     /// The sums, and counts of what happened.
     pub stats: Stats,
+    /// Tells watchers what comes and goes.
+    journal: Journal<P>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -95,11 +98,20 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
             order: Order::new(),
             boundaries: Boundaries::default(),
             stats: Stats { capacity, ..Stats::default() },
+            journal: Journal::new(),
         }
     }
 
-    pub fn contains(&self, key: &EntryKey, tokens: &[u32]) -> bool {
-        self.entries.get(key).is_some_and(|slot| **slot.entry.tokens() == *tokens)
+    /// Whether there is an entry under `key`, of whatever tokens.
+    pub fn contains(&self, key: &EntryKey) -> bool {
+        self.entries.contains_key(key)
+    }
+
+    /// All residents, and every change from now on.
+    pub fn watch(&self) -> (Vec<Change<P>>, Watch<P>) {
+        let entries = self.entries.iter().map(|(key, slot)| Change::of_entry(*key, &slot.entry));
+        let prefixes = self.prefixes.iter().map(|(key, slot)| Change::of_prefix(*key, &slot.value));
+        (entries.chain(prefixes).collect(), self.journal.watch())
     }
 
     /// Finds an entry; one that is found has been used and has one more pin.
@@ -147,6 +159,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
         if room != Room::Made {
             return room;
         }
+        self.journal.tell(Change::of_entry(key, entry));
         let slot = EntrySlot { entry: entry.clone(), worth, hold: Hold::Pinned(1) };
         let replaced = self.entries.insert(key, slot);
         debug_assert!(replaced.is_none(), "an entry is computed once while it is resident");
@@ -178,6 +191,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
             return room;
         }
         let place = self.place(key, &worth, ranked);
+        self.journal.tell(Change::of_prefix(key, value));
         self.prefixes.insert(key, PrefixSlot { value: value.clone(), worth, place });
         self.stats.prefix_states += 1;
         self.stats.prefix_bytes += worth.bytes;
@@ -283,6 +297,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
             debug!(prefix = %key, bytes = slot.worth.bytes, "boundary state thinned");
             self.boundaries.remove(age, slot.worth.bytes);
             self.stats.thinned_boundaries += 1;
+            self.journal.tell(Change::PrefixGone(key));
             self.forget_prefix(slot, gone);
         }
     }
@@ -295,6 +310,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
                 debug_assert!(matches!(slot.hold, Hold::Free(_)), "pinned entries are not evicted");
                 debug!(entry = %key, bytes = slot.worth.bytes, uses = slot.worth.uses, "entry evicted");
                 self.stats.evicted_entries += 1;
+                self.journal.tell(Change::EntryGone(key));
                 self.stats.entries -= 1;
                 self.stats.entry_bytes -= slot.worth.bytes;
                 self.stats.bytes -= slot.worth.bytes;
@@ -304,6 +320,7 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
                 let Some(slot) = self.prefixes.remove(&key) else { return };
                 debug!(prefix = %key, bytes = slot.worth.bytes, uses = slot.worth.uses, "prefix state evicted");
                 self.stats.evicted_prefix_states += 1;
+                self.journal.tell(Change::PrefixGone(key));
                 self.forget_prefix(slot, gone);
             }
         }

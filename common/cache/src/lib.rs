@@ -5,6 +5,7 @@
 //! computation: the first [`Claim`] leads, the others follow its [`Flight`] layer by layer.
 #![forbid(unsafe_code)]
 
+mod changes;
 mod flight;
 mod keys;
 mod lead;
@@ -17,6 +18,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+pub use changes::{Change, Lagged, Watch};
 pub use flight::{Flight, Source, Waker};
 pub use keys::{EntryKey, Fingerprint, KeySpace};
 pub use lead::Lead;

@@ -69,6 +69,18 @@ pub enum PrefixKind {
     End,
 }
 
+impl PrefixKey {
+    /// The key in the form in which it travels.
+    pub fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// A key that has travelled.
+    pub fn from_bytes(bytes: [u8; 32]) -> Self {
+        PrefixKey(bytes)
+    }
+}
+
 impl fmt::Display for PrefixKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write_hex(&self.0, f)

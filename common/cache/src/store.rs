@@ -26,7 +26,7 @@ use crate::lead::Books;
 use crate::ledger::{Gone, Ledger, Lookup, Room, same_tokens};
 use crate::pinned::Keeper;
 use crate::policy::Worth;
-use crate::{EntryKey, Flight, Lead, Pinned, PrefixKey, PrefixKind, Stats};
+use crate::{Change, EntryKey, Flight, Lead, Pinned, PrefixKey, PrefixKind, Stats, Watch};
 
 /// Settings of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +115,12 @@ impl<S: Storage, P: Stored> Store<S, P> {
         Claim::Lead(Lead::new(key, flight, books))
     }
 
+    /// A computation of an entry that nobody shares and that is not kept: for one whose shared computation does not
+    /// get on.
+    pub fn lead_alone(&self, key: EntryKey, tokens: &Arc<[u32]>, seam: usize) -> Lead<S> {
+        Lead::new(key, Arc::new(Flight::new(tokens.clone(), seam)), None)
+    }
+
     /// The entry of the segment `tokens`, if it is there. Counts as a use, or as a miss.
     pub fn get(&self, key: EntryKey, tokens: &Arc<[u32]>) -> Option<Pinned<S>> {
         let mut state = self.shared.state.lock();
@@ -133,9 +139,14 @@ impl<S: Storage, P: Stored> Store<S, P> {
         None
     }
 
-    /// Whether the entry of the segment `tokens` is there. Counts as nothing.
-    pub fn contains(&self, key: EntryKey, tokens: &[u32]) -> bool {
-        self.shared.state.lock().ledger.contains(&key, tokens)
+    /// Whether there is an entry under `key`. Counts as nothing, and compares no tokens: whoever takes the entry does.
+    pub fn contains(&self, key: EntryKey) -> bool {
+        self.shared.state.lock().ledger.contains(&key)
+    }
+
+    /// All that the store holds, and every change from now on, in order.
+    pub fn watch(&self) -> (Vec<Change<P>>, Watch<P>) {
+        self.shared.state.lock().ledger.watch()
     }
 
     /// Keeps a prefix state, if there is room, whose computation took `cost`; says whether it is

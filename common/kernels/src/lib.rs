@@ -6,6 +6,7 @@
 
 mod backend;
 mod cpu;
+mod host;
 mod reference;
 
 pub use backend::{
@@ -13,4 +14,5 @@ pub use backend::{
     GRID, Gate, KvShape, RopeSpec, Span, Step,
 };
 pub use cpu::{Cpu, Isa, KEY_BLOCK};
+pub use host::{part_from_host, part_to_host};
 pub use reference::Reference;

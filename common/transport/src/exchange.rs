@@ -1,126 +1,159 @@
-//! The transport within one process: sources of layer parts, handed over by reference.
+//! A combiner's transfers: where sources of layer parts meet the compositions that wait for them.
 //!
-//! The router opens a transfer and closes it by dropping its [`Transfer`]; what is sent to a transfer that is
-//! not open is wanted by nobody and dropped. A source that fails does not end a transfer: another
-//! sender may take it up, until the router says that none will. Then the receiver is told at once.
+//! A combiner opens a transfer for each entry of a plan and closes it by dropping its [`Incoming`]. A source that is sent
+//! to a transfer that is not open is refused, so a late one can never land in another request. A source that fails
+//! does not end a transfer: the router sends another attempt, of a higher generation, which takes its place. An
+//! older generation than the one that is connected is refused.
 
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use dashmap::DashMap;
+use futures::FutureExt;
+use futures::future::{BoxFuture, ready};
 use hypic_cache::{Source, Waker};
 use hypic_state::{PartSource, PartState, Storage};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::timeout;
 
-/// Names one movement of one entry to one combiner. Never used twice within a process.
+use crate::transport::{Delivered, DeliveryError, Parcel, Transport};
+
+/// Closed transfers that are remembered, so that a late sender is told at once.
+const REMEMBERED: usize = 1 << 14;
+
+/// Time in which a plan must have come whose entries are there already.
+const OPEN_WAIT: Duration = Duration::from_secs(5);
+
+/// Names one attempt to move one entry to one combiner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct TransferId(u64);
+pub struct TransferId {
+    /// Drawn at random, never used twice.
+    pub id: u64,
+    /// Counts the attempts.
+    pub generation: u32,
+}
 
 impl TransferId {
-    fn fresh() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        TransferId(NEXT.fetch_add(1, Ordering::Relaxed))
+    /// The first attempt of a new transfer.
+    pub fn random() -> Self {
+        TransferId { id: rand::random(), generation: 0 }
+    }
+
+    /// The next attempt at the same transfer.
+    pub fn next(self) -> Self {
+        TransferId { generation: self.generation + 1, ..self }
     }
 }
 
-/// The part of a transport that needs to know nothing of parts.
-pub trait Transfers: Send + Sync {
-    /// Open a transfer.
-    fn open(&self) -> TransferId;
-
-    /// No sender will take up this transfer any more: its receiver is told.
-    fn fail(&self, transfer: TransferId, reason: &str);
-
-    /// Forget it.
-    fn close(&self, transfer: TransferId);
+/// Why a transfer takes no source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// Nobody has opened it (yet).
+    #[error("the transfer is not open")]
+    NotOpen,
+    /// Its request has ended.
+    #[error("the transfer is closed: its request has ended")]
+    Closed,
+    /// A later attempt is connected.
+    #[error("a later attempt has taken the transfer's place")]
+    Superseded,
 }
 
-/// An open transfer; dropping it closes it for senders, what its receiver has stays there.
-pub struct Transfer {
-    id: TransferId,
-    transfers: Arc<dyn Transfers>,
-}
-
-impl Transfer {
-    /// Open one.
-    pub fn open(transfers: &Arc<dyn Transfers>) -> Self {
-        Transfer { id: transfers.open(), transfers: transfers.clone() }
-    }
-
-    /// Its name.
-    pub fn id(&self) -> TransferId {
-        self.id
-    }
-
-    /// Tell its receiver that nothing (more) will come.
-    pub fn fail(&self, reason: &str) {
-        self.transfers.fail(self.id, reason);
-    }
-}
-
-impl Drop for Transfer {
-    fn drop(&mut self) {
-        self.transfers.close(self.id);
-    }
-}
-
-/// The transfers of one process. Clones share them.
+/// The transfers to one combiner. Clones share them.
 pub struct Exchange<S: Storage> {
-    lines: Arc<DashMap<TransferId, Arc<Line<S>>>>,
+    shared: Arc<Shared<S>>,
+}
+
+struct Shared<S: Storage> {
+    lines: DashMap<u64, Arc<Line<S>>>,
+    closed: Mutex<Closed>,
+    opened: Notify,
+}
+
+#[derive(Default)]
+struct Closed {
+    order: VecDeque<u64>,
+    ids: HashSet<u64>,
 }
 
 impl<S: Storage> Clone for Exchange<S> {
     fn clone(&self) -> Self {
-        Exchange { lines: self.lines.clone() }
+        Exchange { shared: self.shared.clone() }
     }
 }
 
 impl<S: Storage> Default for Exchange<S> {
     fn default() -> Self {
-        Exchange { lines: Arc::default() }
+        let shared = Shared { lines: DashMap::new(), closed: Mutex::default(), opened: Notify::new() };
+        Exchange { shared: Arc::new(shared) }
     }
 }
 
 impl<S: Storage> Exchange<S> {
+    /// Open the transfer `id`; it closes with what is returned. An id that is open already is closed for its first owner.
+    pub fn open(&self, id: u64) -> Incoming<S> {
+        let line = Arc::new(Line { state: Mutex::new(State { generation: 0, source: None, waker: None }) });
+        self.shared.lines.insert(id, line.clone());
+        self.shared.opened.notify_waiters();
+        Incoming { id, line, shared: self.shared.clone() }
+    }
+
     /// Give the receiver of `transfer` this source of parts.
-    pub fn send(&self, transfer: TransferId, source: Source<S>) {
-        if let Some(line) = self.line(transfer) {
-            line.set(End::Connected(source));
+    ///
+    /// # Errors
+    /// If the transfer is not open, or a later attempt is connected.
+    pub fn send(&self, transfer: TransferId, source: Source<S>) -> Result<(), Refused> {
+        let line = self.shared.lines.get(&transfer.id).map(|line| line.clone());
+        match line {
+            Some(line) => line.connect(transfer.generation, source),
+            None if self.shared.closed.lock().ids.contains(&transfer.id) => Err(Refused::Closed),
+            None => Err(Refused::NotOpen),
         }
     }
 
-    /// Take the receiving end of `transfer`; `waker` is called whenever it has news. `None` if it is not open.
-    pub fn receive(&self, transfer: TransferId, waker: Waker) -> Option<Incoming<S>> {
-        let line = self.line(transfer)?;
-        line.listen(waker);
-        Some(Incoming { line })
+    /// Resolves when `transfer` takes sources.
+    ///
+    /// # Errors
+    /// If it is closed, or a later attempt is connected. While nobody has opened it this waits.
+    pub async fn opened(&self, transfer: TransferId) -> Result<(), Refused> {
+        loop {
+            let news = self.shared.opened.notified();
+            let mut news = std::pin::pin!(news);
+            // Enabled before looking, or an opening in between is missed.
+            news.as_mut().enable();
+            if let Some(line) = self.shared.lines.get(&transfer.id) {
+                return line.accepts(transfer.generation);
+            }
+            if self.shared.closed.lock().ids.contains(&transfer.id) {
+                return Err(Refused::Closed);
+            }
+            news.await;
+        }
     }
 
     /// Number of open transfers.
     pub fn open_transfers(&self) -> usize {
-        self.lines.len()
-    }
-
-    fn line(&self, transfer: TransferId) -> Option<Arc<Line<S>>> {
-        self.lines.get(&transfer).map(|line| line.clone())
+        self.shared.lines.len()
     }
 }
 
-impl<S: Storage> Transfers for Exchange<S> {
-    fn open(&self) -> TransferId {
-        let id = TransferId::fresh();
-        self.lines.insert(id, Arc::new(Line { state: Mutex::new(State { end: End::Open, waker: None }) }));
-        id
-    }
-
-    fn fail(&self, transfer: TransferId, reason: &str) {
-        if let Some(line) = self.line(transfer) {
-            line.set(End::Failed(reason.into()));
+impl<S: Storage> Transport<S> for Exchange<S> {
+    /// By reference: the combiner is in this process. A plan that is still on its way is waited for.
+    fn deliver(&self, parcel: Parcel<S>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
+        let Parcel { to, source, .. } = parcel;
+        let unwanted = |why: Refused| DeliveryError::Unwanted(why.to_string());
+        match self.send(to.transfer, source.clone()) {
+            Err(Refused::NotOpen) => {}
+            sent => return ready(sent.map(|()| Delivered::default()).map_err(unwanted)).boxed(),
         }
-    }
-
-    fn close(&self, transfer: TransferId) {
-        self.lines.remove(&transfer);
+        let exchange = self.clone();
+        let opened = async move {
+            timeout(OPEN_WAIT, exchange.opened(to.transfer)).await.unwrap_or(Err(Refused::NotOpen))?;
+            exchange.send(to.transfer, source).map(|()| Delivered::default())
+        };
+        opened.map(move |sent| sent.map_err(unwanted)).boxed()
     }
 }
 
@@ -129,53 +162,79 @@ struct Line<S: Storage> {
 }
 
 struct State<S: Storage> {
-    end: End<S>,
+    /// Of the source.
+    generation: u32,
+    source: Option<Source<S>>,
     waker: Option<Waker>,
 }
 
-/// What is at the sending end.
-enum End<S: Storage> {
-    /// Nobody yet.
-    Open,
-    Connected(Source<S>),
-    Failed(Arc<str>),
-}
-
 impl<S: Storage> Line<S> {
-    fn set(&self, end: End<S>) {
+    fn accepts(&self, generation: u32) -> Result<(), Refused> {
+        let state = self.state.lock();
+        let later = state.source.is_some() && state.generation > generation;
+        if later { Err(Refused::Superseded) } else { Ok(()) }
+    }
+
+    fn connect(&self, generation: u32, source: Source<S>) -> Result<(), Refused> {
         let waker = {
             let mut state = self.state.lock();
+            if state.source.is_some() && state.generation > generation {
+                return Err(Refused::Superseded);
+            }
             // Under the lock, so that a receiver that comes now subscribes itself, or finds itself subscribed.
-            if let (End::Connected(source), Some(waker)) = (&end, &state.waker) {
+            if let Some(waker) = &state.waker {
                 source.subscribe(waker.clone());
             }
-            state.end = end;
+            state.generation = generation;
+            state.source = Some(source);
             state.waker.clone()
         };
         waker.iter().for_each(|wake| wake());
+        Ok(())
     }
+}
 
-    fn listen(&self, waker: Waker) {
-        let mut state = self.state.lock();
-        if let End::Connected(source) = &state.end {
+/// The receiving end of a transfer; dropping it closes the transfer.
+pub struct Incoming<S: Storage> {
+    id: u64,
+    line: Arc<Line<S>>,
+    shared: Arc<Shared<S>>,
+}
+
+impl<S: Storage> Incoming<S> {
+    /// From now on `waker` is called whenever there is news.
+    pub fn listen(&self, waker: Waker) {
+        let mut state = self.line.state.lock();
+        if let Some(source) = &state.source {
             source.subscribe(waker.clone());
         }
         state.waker = Some(waker);
     }
 }
 
-/// The receiving end of a transfer.
-pub struct Incoming<S: Storage> {
-    line: Arc<Line<S>>,
+impl<S: Storage> Drop for Incoming<S> {
+    fn drop(&mut self) {
+        // Remembered first: nobody may find it neither open nor closed.
+        let mut closed = self.shared.closed.lock();
+        if closed.ids.insert(self.id) {
+            closed.order.push_back(self.id);
+        }
+        if closed.order.len() > REMEMBERED
+            && let Some(oldest) = closed.order.pop_front()
+        {
+            closed.ids.remove(&oldest);
+        }
+        drop(closed);
+        self.shared.lines.remove_if(&self.id, |_, line| Arc::ptr_eq(line, &self.line));
+    }
 }
 
 impl<S: Storage> PartSource<S> for Incoming<S> {
     fn part(&self, layer: usize) -> PartState<S> {
-        match &self.line.state.lock().end {
-            End::Open => PartState::Pending,
-            End::Failed(reason) => PartState::Failed(reason.clone()),
-            End::Connected(source) => match source.part(layer) {
-                // Another sender may take the transfer up: only the router gives it up.
+        match &self.line.state.lock().source {
+            None => PartState::Pending,
+            Some(source) => match source.part(layer) {
+                // Another attempt may take its place: the router decides when there is none.
                 PartState::Failed(_) => PartState::Pending,
                 known => known,
             },

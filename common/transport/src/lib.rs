@@ -1,17 +1,20 @@
 //! What the roles say to each other, and how layer parts move between them.
 //!
-//! The router speaks to scatter workers through [`Scatter`] and to combiners through [`Combine`]; layer
-//! parts go from a worker to a combiner without passing it, under a [`TransferId`] that the router drew.
-//! Here is the transport within one process, [`Exchange`], which passes parts by reference.
+//! The router speaks to scatter workers through [`Scatter`] and to combiners through [`Combine`]; layer parts go from a
+//! worker to a combiner without passing it, through a [`Transport`], under a [`TransferId`] that the router drew. An
+//! [`Exchange`] is where they arrive, and the transport within one process; [`grpc`] joins processes.
 #![forbid(unsafe_code)]
 
 mod exchange;
+pub mod grpc;
 mod roles;
 mod sampling;
+mod transport;
 
-pub use exchange::{Exchange, Incoming, Transfer, TransferId, Transfers};
+pub use exchange::{Exchange, Incoming, Refused, TransferId};
 pub use roles::{
-    ChoiceEnd, Combine, CombineError, GenerationEvent, Hold, JobError, JobOutcome, JobSource, Plan, PlanSegment,
-    PrefillJob, PrefixHit, SavePoint, Scatter, SegmentBody, TokenEvent, panic_text,
+    ChoiceEnd, Combine, CombineError, CombineLoad, Delivery, GenerationEvent, JobError, JobOutcome, JobSource, Plan,
+    PlanChoice, PlanSegment, PrefillJob, PrefixHit, SavePoint, Scatter, SegmentBody, TokenEvent, panic_text,
 };
 pub use sampling::{LOGIT_BIAS, PENALTY, SamplingError, SamplingParams, TEMPERATURE};
+pub use transport::{Delivered, DeliveryError, Parcel, Transport};

@@ -1,6 +1,9 @@
 //! The interfaces of scatter workers and combiners, as the router sees them, and their messages.
 //!
-//! The messages are those of proto/'s internal services; a remote role will implement the same traits.
+//! The messages are those of proto/'s internal services: a role in this process and one behind a connection implement
+//! the same traits. What a role holds is asked synchronously: a remote one answers from the router's directory, which
+//! may be stale, so every use of an answer has a way back ([`JobError::NotHere`], [`GenerationEvent::Missing`],
+//! [`CombineError::StalePrefix`]).
 
 use std::any::Any;
 use std::sync::Arc;
@@ -14,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{SamplingParams, TransferId};
 
-/// A segment to prefill in isolation, or to fetch, and where its parts go.
+/// A segment whose entry is wanted, and where its parts go.
 #[derive(Clone, Debug)]
 pub struct PrefillJob {
     /// Key of its entry.
@@ -25,10 +28,27 @@ pub struct PrefillJob {
     pub seam: usize,
     /// Context before it; empty for none.
     pub anchor: Arc<[u32]>,
+    /// What its key is salted with; empty for nothing.
+    pub salt: Arc<[u8]>,
     /// Where the parts go.
-    pub transfer: TransferId,
+    pub to: Delivery,
+    /// Only if it is held already.
+    pub held_only: bool,
+    /// Names the request, in logs and traces.
+    pub request: Arc<str>,
+    /// When the entry must be there.
+    pub deadline: Option<Instant>,
     /// The request no longer wants it. The work goes on while another request does.
     pub cancel: CancellationToken,
+}
+
+/// Where the parts of an entry go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Delivery {
+    /// Id of the combiner.
+    pub combiner: Arc<str>,
+    /// The attempt.
+    pub transfer: TransferId,
 }
 
 /// How a job was done.
@@ -36,6 +56,17 @@ pub struct PrefillJob {
 pub struct JobOutcome {
     /// Where the entry came from.
     pub source: JobSource,
+    /// Bytes that were sent; 0 within one process.
+    pub sent_bytes: u64,
+    /// From the last part's being final until the combiner had it.
+    pub exposed: Duration,
+}
+
+impl JobOutcome {
+    /// An outcome within one process, where nothing is sent.
+    pub fn here(source: JobSource) -> Self {
+        JobOutcome { source, sent_bytes: 0, exposed: Duration::ZERO }
+    }
 }
 
 /// Where a worker had an entry from.
@@ -62,12 +93,26 @@ pub enum JobError {
     /// Nobody wants it any more.
     #[error("cancelled")]
     Cancelled,
-    /// The worker stops, or has stopped.
+    /// It was asked for only if held, and is not.
+    #[error("worker {0} does not hold the entry")]
+    NotHere(String),
+    /// The worker stops, or is gone.
     #[error("worker {0} is gone")]
     Gone(String),
+    /// Its deadline has passed.
+    #[error("worker {0} did not deliver in time")]
+    Late(String),
     /// The computation failed.
     #[error("prefill failed on worker {worker}: {reason}")]
     Failed {
+        /// Which worker.
+        worker: String,
+        /// Why.
+        reason: String,
+    },
+    /// The entry is there, but did not get to the combiner.
+    #[error("worker {worker} could not deliver to the combiner: {reason}")]
+    Undelivered {
         /// Which worker.
         worker: String,
         /// Why.
@@ -77,22 +122,24 @@ pub enum JobError {
 
 /// A scatter worker.
 pub trait Scatter: Send + Sync {
-    /// Its name.
+    /// Its name: unique among all members, never reused.
     fn id(&self) -> &str;
-
-    /// Whether it holds the entry `key` of these tokens now.
-    fn holds(&self, key: EntryKey, tokens: &[u32]) -> bool;
 
     /// Whether it takes jobs.
     fn is_running(&self) -> bool;
 
-    /// Have a segment's entry sent to the job's transfer. The parts begin to flow before this resolves; it
-    /// resolves when the entry is complete, or will not come from here.
+    /// Whether it holds the entry `key`, as far as is known.
+    fn holds(&self, key: EntryKey) -> bool;
+
+    /// Have a segment's entry sent to the job's destination. The parts begin to flow before this resolves; it
+    /// resolves when the destination has the entry, or will not get it from here.
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>>;
 }
 
 /// What a combiner shall do.
 pub struct Plan {
+    /// Names the request, in logs and traces; unique.
+    pub request: Arc<str>,
     /// When the request came.
     pub arrived: Instant,
     /// The state to start from.
@@ -107,8 +154,8 @@ pub struct Plan {
     pub root: PrefixKey,
     /// Where to keep prefix states, by ascending position, none at or before the resumed state.
     pub saves: Vec<SavePoint>,
-    /// How tokens are chosen, per answer.
-    pub choices: Vec<SamplingParams>,
+    /// The answers.
+    pub choices: Vec<PlanChoice>,
     /// All token ids of the prompt, for penalties; empty if no penalty asks for it.
     pub prompt_ids: Vec<u32>,
     /// Tokens that end an answer.
@@ -119,16 +166,26 @@ pub struct Plan {
     pub deadline: Option<Instant>,
     /// The request is no longer wanted.
     pub cancel: CancellationToken,
-    /// Single answers that are no longer wanted: one token per choice.
-    pub cancel_choice: Vec<CancellationToken>,
     /// Where events go. Bounded by the number of tokens that may be generated.
     pub events: mpsc::UnboundedSender<GenerationEvent>,
+}
+
+/// One answer of a plan.
+#[derive(Clone, Debug)]
+pub struct PlanChoice {
+    /// How tokens are chosen; its `choice` is the answer's index.
+    pub sampling: SamplingParams,
+    /// Tokens of it that were told already, by a combiner that is lost: they are replayed through decoding steps, and
+    /// not told again, so that state, penalties and later tokens are those of an uninterrupted answer.
+    pub told: Vec<u32>,
+    /// This answer is no longer wanted.
+    pub cancel: CancellationToken,
 }
 
 /// One segment of a plan.
 #[derive(Clone, Debug)]
 pub struct PlanSegment {
-    /// All its token ids.
+    /// All its token ids that the resumed state does not cover.
     pub tokens: Arc<[u32]>,
     /// What happens to them.
     pub body: SegmentBody,
@@ -143,8 +200,13 @@ pub enum SegmentBody {
     Entry {
         /// Width of the seam.
         seam: usize,
-        /// Where its parts come from.
+        /// Key of the entry.
+        key: EntryKey,
+        /// What brings its parts, unless it is held.
         transfer: TransferId,
+        /// The combiner should hold it. If it does not, it tells so ([`GenerationEvent::Missing`]) and waits for the
+        /// transfer.
+        held: bool,
     },
 }
 
@@ -159,25 +221,23 @@ pub struct SavePoint {
     pub kind: PrefixKind,
 }
 
-/// A prefix state that a combiner has.
-#[derive(Clone)]
+/// A prefix state that a combiner has, or had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefixHit {
-    /// Index of its key among those that were asked for.
-    pub index: usize,
+    /// Its key.
+    pub key: PrefixKey,
     /// Tokens it covers.
     pub tokens: usize,
     /// Of those, the leading ones of which every row was ordinary.
     pub exact: usize,
-    /// Keeps it in place until the plan is carried out.
-    pub hold: Hold,
 }
-
-/// Something of a combiner's that only it can look into.
-pub type Hold = Arc<dyn Any + Send + Sync>;
 
 /// What a combiner tells of a plan, in order, until [`Done`](GenerationEvent::Done) or [`Failed`](GenerationEvent::Failed).
 #[derive(Clone, Debug)]
 pub enum GenerationEvent {
+    /// The entry of a segment (index in [`Plan::segments`]) that should have been held is not there: somebody has to
+    /// send it to the segment's transfer.
+    Missing(usize),
     /// The prompt's first work has begun.
     Started(Instant),
     /// So many more of the plan's own rows are done.
@@ -238,17 +298,23 @@ pub enum CombineError {
     /// It is no longer wanted.
     #[error("cancelled")]
     Cancelled,
-    /// The combiner stops.
+    /// The combiner stops: another one may take the plan.
     #[error("the combiner is shutting down")]
     ShuttingDown,
-    /// A segment's entry did not come.
+    /// The combiner is gone, or the connection to it: another one may take the plan.
+    #[error("combiner {0} is gone")]
+    Gone(String),
+    /// The prefix state to start from is no longer there: the prompt is to be planned anew.
+    #[error("the prefix state to start from is gone")]
+    StalePrefix,
+    /// A segment's entry cannot be used.
     #[error("{0}")]
     Segment(String),
     /// A setting that only the model can judge.
     #[error("{field}: {message}")]
     Sampling {
         /// The setting.
-        field: &'static str,
+        field: String,
         /// What is wrong.
         message: String,
     },
@@ -257,25 +323,43 @@ pub enum CombineError {
     Internal(String),
 }
 
+/// What a combiner has to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CombineLoad {
+    /// Requests that wait for a place.
+    pub waiting: usize,
+    /// Answers under way, prompts included.
+    pub sequences: usize,
+}
+
 /// A combiner.
 pub trait Combine: Send + Sync {
-    /// Its name.
+    /// Its name: unique among all members, never reused.
     fn id(&self) -> &str;
 
     /// Whether it takes plans.
     fn is_running(&self) -> bool;
 
-    /// Lengths of the prefix states that it has for prompts whose chain begins with `root`, ascending.
+    /// What it has to do, as far as is known.
+    fn load(&self) -> CombineLoad;
+
+    /// Whether it holds the entry `key`, as far as is known.
+    fn holds(&self, key: EntryKey) -> bool;
+
+    /// Lengths of the prefix states that it has for prompts whose chain begins with `root`, ascending, as far as is known.
     fn prefix_lengths(&self, root: PrefixKey) -> Vec<usize>;
 
-    /// The first of `keys` whose state it has.
+    /// The first of `keys` whose state it has, as far as is known.
     fn prefix(&self, keys: &[PrefixKey]) -> Option<PrefixHit>;
 
     /// Bytes that one more prefix state of `tokens` tokens would take, and bytes that prefix states may take.
     fn prefix_room(&self, tokens: usize) -> (usize, usize);
 
-    /// Carry out a plan. What becomes of it is told in its events.
+    /// Carry out a plan. What becomes of it is told in its events. Its transfers are open when this returns.
     fn generate(&self, plan: Plan);
+
+    /// The last resort: have it compute an entry itself. As [`Scatter::prefill`].
+    fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>>;
 }
 
 /// What a panic said, for logs and errors.

@@ -8,11 +8,11 @@ use hypic_cache::{Fingerprint, KeySpace, Stats, Store, StoreConfig};
 use hypic_combiner::{Combiner, CombinerConfig, CombinerLoad, PrefixState};
 use hypic_kernels::{Backend, Cpu};
 use hypic_model::{Checkpoint, Config, LoadOptions, Model};
-use hypic_router::{Fleet, ModelCard, Router, RouterConfig, Sampling, Served};
+use hypic_router::{Fleet, ModelCard, Router, RouterConfig, Sampling, Served, View};
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_state::DType;
 use hypic_text::TextPipeline;
-use hypic_transport::{Exchange, SamplingParams, Scatter};
+use hypic_transport::{Combine, Exchange, SamplingParams, Scatter, Transport};
 
 /// Settings of a process with all roles.
 #[derive(Clone, Debug)]
@@ -89,20 +89,25 @@ impl Local {
         let store: Store<Cpu, PrefixState<Cpu>> = Store::new(store_config);
         let exchange = Exchange::default();
         let interest = Interest::default();
+        let transport: Arc<dyn Transport<Cpu>> = Arc::new(exchange.clone());
         let threads = (config.threads / config.workers).max(1);
         let mut scatter: Vec<Arc<dyn Scatter>> = Vec::with_capacity(config.workers);
         for i in 0..config.workers {
             let settings = WorkerConfig::named(format!("worker-{i}"));
             let (backend, model) = (Cpu::with_isa(threads, device.isa()), model.clone());
-            let worker = Worker::start(settings, backend, model, store.clone(), exchange.clone(), interest.clone());
+            let worker = Worker::start(settings, backend, model, store.clone(), transport.clone(), interest.clone());
             scatter.push(Arc::new(worker.context("cannot start a scatter worker")?));
         }
         let settings = CombinerConfig::named("combiner-0");
         let kernel_set = device.kernel_set();
-        let combiner = Combiner::start(settings, device, model.clone(), store.clone(), store_config, exchange.clone());
+        // In one process a worker is as good a last resort as any.
+        let last_resort = scatter[0].clone();
+        let (shared, arrivals) = (store.clone(), exchange.clone());
+        let combiner = Combiner::start(settings, device, model.clone(), shared, store_config, arrivals, last_resort);
         let combiner = Arc::new(combiner.context("cannot start the combiner")?);
         let served = served(&config.name, &model, checkpoint)?;
-        let fleet = Fleet { scatter, combine: combiner.clone(), transfers: Arc::new(exchange.clone()) };
+        let combiners: Vec<Arc<dyn Combine>> = vec![combiner.clone()];
+        let fleet = Arc::new(Fleet::new(View { scatter, combiners }));
         let router = Arc::new(Router::new(config.router, served, text, fleet));
         Ok(Local { router, combiner, store, exchange, model, kernel_set })
     }

@@ -27,6 +27,7 @@ pub(super) fn request(message: v1::GenerateRequest, deadline: Option<Duration>) 
         stop_at_eos: !message.ignore_eos,
         logprobs: message.logprobs,
         deadline,
+        tenant: None,
     })
 }
 
@@ -200,6 +201,7 @@ fn segment_report(segment: SegmentReport) -> v1::SegmentReport {
         SegmentSource::Memory => v1::SegmentSource::Memory,
         SegmentSource::Prefix => v1::SegmentSource::Prefix,
         SegmentSource::SeamOnly => v1::SegmentSource::SeamOnly,
+        SegmentSource::Remote => v1::SegmentSource::Remote,
     };
     v1::SegmentReport { tokens: segment.tokens, reused: segment.reused, source: source.into(), worker: segment.worker }
 }

@@ -13,13 +13,13 @@ use futures::stream::BoxStream;
 use hypic_proto::FILE_DESCRIPTOR_SET;
 use hypic_proto::v1::inference_server::{Inference, InferenceServer};
 use hypic_proto::v1::{GenerateRequest, GenerateResponse, GetModelRequest, Model, ModelsRequest, ModelsResponse};
-use tonic::metadata::MetadataMap;
+use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::service::Routes;
 use tonic::service::interceptor::InterceptedService;
 use tonic::{Code, Request, Response, Status};
 
 use crate::api::{Engine, Error, ErrorKind, Event, ModelCard};
-use crate::auth::ApiKeys;
+use crate::auth::{ApiKeys, Tenant};
 use crate::front::FrontConfig;
 use crate::running::Shared;
 
@@ -27,6 +27,10 @@ use crate::running::Shared;
 const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
 /// Trailing metadata that names the wrong field.
 const PARAM_KEY: &str = "hypic-param";
+
+/// Trailing metadata that says after how many seconds to try again, as HTTP's header does.
+const RETRY_AFTER_KEY: &str = "retry-after";
+const RETRY_AFTER_S: &str = "1";
 
 /// All services, and the task that keeps the health service up to date.
 pub(crate) fn routes<E: Engine>(
@@ -37,8 +41,10 @@ pub(crate) fn routes<E: Engine>(
         .max_decoding_message_size(config.body_limit)
         .max_encoding_message_size(usize::MAX);
     let keys = config.api_keys.clone();
-    let guarded = InterceptedService::new(inference, move |request: Request<()>| {
-        authenticate(keys.as_ref(), request.metadata())?;
+    let guarded = InterceptedService::new(inference, move |mut request: Request<()>| {
+        if let Some(tenant) = authenticate(keys.as_ref(), request.metadata())? {
+            request.extensions_mut().insert(tenant);
+        }
         Ok(request)
     });
     let reflection = || {
@@ -83,9 +89,10 @@ async fn report_health<E: Engine>(reporter: tonic_health::server::HealthReporter
     }
 }
 
-fn authenticate(keys: Option<&ApiKeys>, metadata: &MetadataMap) -> Result<(), Status> {
-    let Some(keys) = keys else { return Ok(()) };
-    keys.check(metadata.get("authorization").map(|value| value.as_bytes())).map_err(status)
+fn authenticate(keys: Option<&ApiKeys>, metadata: &MetadataMap) -> Result<Option<Tenant>, Status> {
+    let Some(keys) = keys else { return Ok(None) };
+    let tenant = keys.check(metadata.get("authorization").map(|value| value.as_bytes())).map_err(status)?;
+    Ok(Some(Tenant(tenant)))
 }
 
 /// A failure as gRPC tells it.
@@ -103,6 +110,10 @@ fn status(error: Error) -> Status {
     // A name with characters that metadata cannot hold is in the message anyway.
     if let Some(value) = error.param.and_then(|param| param.parse().ok()) {
         metadata.insert(PARAM_KEY, value);
+    }
+    if matches!(error.kind, ErrorKind::Overloaded | ErrorKind::Unavailable) {
+        let retry_after: MetadataValue<Ascii> = MetadataValue::from_static(RETRY_AFTER_S);
+        metadata.insert(RETRY_AFTER_KEY, retry_after);
     }
     Status::with_metadata(code, error.message, metadata)
 }
@@ -128,11 +139,12 @@ impl<E: Engine> Inference for Service<E> {
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
         let deadline = deadline::of_call(request.metadata()).map_err(status)?;
+        let tenant = request.extensions().get::<Tenant>().map(|tenant| tenant.0.clone());
         let message = request.into_inner();
         if !message.model.is_empty() {
             self.check_model(&message.model)?;
         }
-        let request = convert::request(message, deadline).map_err(status)?;
+        let request = crate::Request { tenant, ..convert::request(message, deadline).map_err(status)? };
         let named = convert::named(&request.prompt);
         let running = self.shared.start(request).await.map_err(named).map_err(status)?;
         let events = futures::stream::unfold(Some(running), |running| async move {

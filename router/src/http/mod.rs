@@ -13,9 +13,8 @@ mod shape;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Body;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::http::{StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -26,7 +25,7 @@ use tower_http::trace::TraceLayer;
 use self::error::Failure;
 use self::shape::Identity;
 use crate::api::{Engine, Error, ErrorKind, ModelCard};
-use crate::auth::ApiKeys;
+use crate::auth::{ApiKeys, Tenant};
 use crate::front::FrontConfig;
 use crate::running::Shared;
 
@@ -74,10 +73,13 @@ pub(crate) fn routes<E: Engine>(config: &FrontConfig, shared: Arc<Shared<E>>) ->
         .with_state(state)
 }
 
-async fn authenticate(State(keys): State<Arc<ApiKeys>>, request: Request, next: Next) -> Response {
+async fn authenticate(State(keys): State<Arc<ApiKeys>>, mut request: Request, next: Next) -> Response {
     let value = request.headers().get(header::AUTHORIZATION).map(|v| v.as_bytes());
     match keys.check(value) {
-        Ok(()) => next.run(request).await,
+        Ok(tenant) => {
+            request.extensions_mut().insert(Tenant(tenant));
+            next.run(request).await
+        }
         Err(error) => Failure::from(error).into_response(),
     }
 }
@@ -121,21 +123,19 @@ async fn model<E: Engine>(State(http): State<Http<E>>, Path(id): Path<String>) -
     if id == served.id { Ok(Json(card(served))) } else { Err(params::unknown_model(&id, &served.id)) }
 }
 
-async fn chat<E: Engine>(State(http): State<Http<E>>, headers: HeaderMap, body: Body) -> Result<Response, Failure> {
-    answer(http, Shape::Chat, &headers, body).await
+async fn chat<E: Engine>(State(http): State<Http<E>>, request: Request) -> Result<Response, Failure> {
+    answer(http, Shape::Chat, request).await
 }
 
-async fn completion<E: Engine>(
-    State(http): State<Http<E>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, Failure> {
-    answer(http, Shape::Completion, &headers, body).await
+async fn completion<E: Engine>(State(http): State<Http<E>>, request: Request) -> Result<Response, Failure> {
+    answer(http, Shape::Completion, request).await
 }
 
-async fn answer<E: Engine>(http: Http<E>, shape: Shape, headers: &HeaderMap, body: Body) -> Result<Response, Failure> {
+async fn answer<E: Engine>(http: Http<E>, shape: Shape, request: Request) -> Result<Response, Failure> {
     let served = http.shared.engine.model();
-    let call = params::read_call(body::read_json(headers, body, http.limits).await?, shape, &served.id)?;
+    let (parts, body) = request.into_parts();
+    let mut call = params::read_call(body::read_json(&parts.headers, body, http.limits).await?, shape, &served.id)?;
+    call.request.tenant = parts.extensions.get::<Tenant>().map(|tenant| tenant.0.clone());
     let identity = Identity::new(shape, &served.id);
     let choices = call.request.n;
     let named = call.named();
@@ -151,6 +151,7 @@ async fn answer<E: Engine>(http: Http<E>, shape: Shape, headers: &HeaderMap, bod
 mod tests {
     use super::*;
     use crate::api::Answer;
+    use axum::body::Body;
     use tokio_util::sync::CancellationToken;
     use tower::ServiceExt;
 

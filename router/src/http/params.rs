@@ -122,6 +122,7 @@ pub(super) fn read_call(body: Value, shape: Shape, served: &str) -> Result<Call,
         stop_at_eos: !body.take("ignore_eos")?.unwrap_or(false),
         logprobs: logprobs(&mut body, shape)?,
         deadline: None,
+        tenant: None,
     };
     Ok(Call { request, stream, include_usage, limit, shape })
 }

@@ -157,6 +157,8 @@ async fn failures_have_their_code() {
         server.refuse(Error::new(kind, "why"));
         let status = refused(&server, text("q")).await;
         assert_eq!((status.code(), status.message()), (code, "why"));
+        let again = matches!(kind, ErrorKind::Overloaded | ErrorKind::Unavailable);
+        assert_eq!(status.metadata().contains_key("retry-after"), again);
     }
 }
 

@@ -23,6 +23,12 @@ async fn keys_guard_inference_but_not_health() {
     client(&server).await.models(request).await.expect("the key is right");
     let mut health = HealthClient::new(channel(&server).await);
     health.check(HealthCheckRequest { service: String::new() }).await.expect("open");
+
+    let mut request = Request::new(text("q"));
+    request.metadata_mut().insert("authorization", "Bearer secret".parse().expect("metadata"));
+    let mut client = client(&server).await;
+    let (_, asked) = tokio::join!(client.generate(request), server.asked());
+    assert!(asked.request.tenant.is_some_and(|tenant| tenant.len() == 64), "the key says who asks");
 }
 
 #[tokio::test]

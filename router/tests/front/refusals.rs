@@ -214,7 +214,7 @@ async fn a_stream_that_fails_says_so_and_does_not_look_complete() {
 #[tokio::test]
 async fn keys_guard_the_api() {
     let file = tempfile::NamedTempFile::new().expect("temporary file");
-    std::fs::write(file.path(), "# one\nsecret\n").expect("writable");
+    std::fs::write(file.path(), "# one\nsecret\nother\n").expect("writable");
     let api_keys = Some(hypic_router::ApiKeys::from_file(file.path()).expect("a key"));
     let server = Server::with(FrontConfig { api_keys, ..config() }, Duration::ZERO).await;
     for key in [None, Some("wrong"), Some("secrets")] {
@@ -234,4 +234,20 @@ async fn keys_guard_the_api() {
     let asking = server.client.post(server.url(CHAT)).bearer_auth("secret").json(&chat(json!({}))).send();
     let answering = async { server.asked().await.say(hello()).await };
     assert_eq!(tokio::join!(asking, answering).0.expect("a response").status(), 200);
+
+    // The key says who asks; the body does not.
+    let mut tenants = Vec::new();
+    for (key, salt) in [("secret", "a"), ("other", "a"), ("secret", "b")] {
+        let body = chat(json!({"hypic": {"salt": salt}}));
+        let asking = server.client.post(server.url(CHAT)).bearer_auth(key).json(&body).send();
+        let answering = async {
+            let asked = server.asked().await;
+            asked.say(hello()).await;
+            asked.request.tenant.expect("a tenant")
+        };
+        tenants.push(tokio::join!(asking, answering).1);
+    }
+    assert_eq!(tenants[0], tenants[2]);
+    assert_ne!(tenants[0], tenants[1]);
+    assert!(tenants.iter().all(|tenant| !tenant.contains("secret")));
 }

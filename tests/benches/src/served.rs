@@ -78,6 +78,7 @@ impl Served {
             stop_at_eos: false,
             logprobs: None,
             deadline: None,
+            tenant: None,
         };
         let begun = Instant::now();
         self.runtime.block_on(async {

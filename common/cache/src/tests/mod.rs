@@ -105,5 +105,5 @@ fn fill<P: Stored>(store: &Store<Dummy, P>, n: u32, bytes: usize, cost: u64) {
 
 /// Which of the segments are there.
 fn resident<P: Stored>(store: &Store<Dummy, P>, among: std::ops::Range<u32>) -> Vec<u32> {
-    among.filter(|n| store.contains(key(*n), &tokens(*n))).collect()
+    among.filter(|n| store.contains(key(*n))).collect()
 }

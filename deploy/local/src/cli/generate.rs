@@ -95,6 +95,7 @@ pub(super) fn run(args: GenerateArgs) -> Result<()> {
         stop_at_eos: !tokens || args.stop_at_eos,
         logprobs: args.logprobs,
         deadline: None,
+        tenant: None,
     };
     validate(&request)?;
     if !tokens {

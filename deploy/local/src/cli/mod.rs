@@ -4,19 +4,24 @@ mod generate;
 mod info;
 mod progress;
 mod prompt;
+mod role;
 mod serve;
+mod up;
 
-use std::io::IsTerminal;
+use std::io::{ErrorKind, IsTerminal};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
+pub use hypic_cluster::Role;
 use hypic_router::Anchor;
 use hypic_state::DType;
 use tracing_subscriber::EnvFilter;
 
 use crate::assembly::{Local, LocalConfig};
 use crate::source::ModelSource;
+pub(crate) use serve::on_signal;
 
 /// Serves hybrid-attention language models with position-independent caching: every document of a prompt is
 /// prefilled once and reused at any place of any later prompt.
@@ -33,6 +38,17 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Answer one prompt in this process
     Generate(generate::GenerateArgs),
+    /// Be the router of a cluster
+    Router(role::RoleArgs),
+    /// Be a scatter worker of a cluster
+    ScatterWorker(role::RoleArgs),
+    /// Be a combiner of a cluster
+    Combiner(role::RoleArgs),
+    /// Start a whole cluster as processes on this machine
+    Up(up::UpArgs),
+    /// Be another program that ends with its parent
+    #[command(hide = true)]
+    WithParent(up::WithParentArgs),
     /// Look into models
     #[command(subcommand)]
     Model(ModelCommand),
@@ -114,12 +130,50 @@ impl ModelArgs {
     }
 }
 
+/// A program that is one role.
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 120)]
+struct RoleCli {
+    #[command(flatten)]
+    args: role::RoleArgs,
+}
+
+/// Be the program of one role, as its arguments say.
+pub fn role_program(role: Role) -> ExitCode {
+    exit(role::run(role, RoleCli::parse().args))
+}
+
+/// Be the program `hypic`, as its arguments say.
+pub fn program() -> ExitCode {
+    exit(run(Cli::parse()))
+}
+
+fn exit(result: Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read the output has seen enough.
+        Err(error) if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => {
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 /// Run the program.
 ///
 /// # Errors
 /// With a message that names what is wrong and how to mend it.
 pub fn run(cli: Cli) -> Result<()> {
     let (level, work): (&str, Box<dyn FnOnce() -> Result<()>>) = match cli.command {
+        // Roles set up their own logs.
+        Command::Router(args) => return role::run(Role::Router, args),
+        Command::ScatterWorker(args) => return role::run(Role::ScatterWorker, args),
+        Command::Combiner(args) => return role::run(Role::Combiner, args),
+        Command::WithParent(args) => return up::with_parent(args),
+        Command::Up(args) => ("info", Box::new(move || up::run(args))),
         Command::Serve(args) => ("info", Box::new(move || serve::run(args))),
         Command::Generate(args) => ("warn", Box::new(move || generate::run(args))),
         Command::Model(ModelCommand::Info(args)) => ("warn", Box::new(move || info::run(args))),

@@ -61,7 +61,7 @@ pub(super) fn run(args: ServeArgs) -> Result<()> {
     })
 }
 
-fn parse_address(text: &str) -> Result<SocketAddr, String> {
+pub(super) fn parse_address(text: &str) -> Result<SocketAddr, String> {
     let found = text.to_socket_addrs().map_err(|e| format!("{e}: use HOST:PORT, such as 127.0.0.1:8080"))?.next();
     found.ok_or_else(|| format!("{text} names no address: use HOST:PORT, such as 127.0.0.1:8080"))
 }
@@ -76,7 +76,7 @@ fn example(model: &str) -> String {
 }
 
 /// Cancelled at the first SIGTERM or interrupt; a second one ends the process at once.
-fn on_signal() -> Result<CancellationToken> {
+pub(crate) fn on_signal() -> Result<CancellationToken> {
     let shutdown = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for interrupts")?;

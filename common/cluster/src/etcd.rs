@@ -1,0 +1,394 @@
+//! Membership kept by etcd. Owns this process's record there, under a lease that is kept alive on a thread of its own so
+//! that busy threads do not let it lapse, and the view of all records. etcd may be away, forget the lease, or compact
+//! what was not seen yet: the record is entered again under the same id, the list is read again, and until then the last
+//! view serves.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use etcd_client::{Client, ConnectOptions, EventType, GetOptions, PutOptions, WatchOptions};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use crate::backoff::{Backoff, BackoffConfig};
+use crate::dialer::causes;
+use crate::membership::{MembershipError, Target, View};
+use crate::record::MemberRecord;
+
+/// How etcd is reached and used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EtcdConfig {
+    /// HOST:PORT of its members.
+    pub endpoints: Vec<String>,
+    /// Where the records are; ends with `/`.
+    pub prefix: String,
+    /// A member that says nothing for so long is taken off the list; whole seconds.
+    #[serde(with = "humantime_serde")]
+    pub lease_ttl: Duration,
+    /// Time for etcd to answer a request.
+    #[serde(with = "humantime_serde")]
+    pub request_timeout: Duration,
+    /// Waits between attempts to reach it.
+    pub reconnect: BackoffConfig,
+    /// Who to be there; `None` if it asks for nobody.
+    pub credentials: Option<EtcdCredentials>,
+}
+
+impl Default for EtcdConfig {
+    fn default() -> Self {
+        EtcdConfig {
+            endpoints: Vec::new(),
+            prefix: "/hypic/members/".to_owned(),
+            lease_ttl: Duration::from_secs(5),
+            request_timeout: Duration::from_secs(2),
+            reconnect: BackoffConfig::default(),
+            credentials: None,
+        }
+    }
+}
+
+/// A user of etcd. The password is neither printed nor written out.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EtcdCredentials {
+    /// Its name.
+    pub user: String,
+    /// Its password.
+    #[serde(skip_serializing)]
+    pub password: String,
+}
+
+impl fmt::Debug for EtcdCredentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EtcdCredentials").field("user", &self.user).finish_non_exhaustive()
+    }
+}
+
+impl EtcdConfig {
+    fn check(&self) -> Result<(), MembershipError> {
+        let refuse = |text: String| Err(MembershipError::Etcd(text));
+        if self.endpoints.is_empty() {
+            return refuse("no endpoints: name at least one HOST:PORT".to_owned());
+        }
+        for endpoint in &self.endpoints {
+            let port = endpoint.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port);
+            if port.is_none_or(|port| port.parse::<u16>().is_err()) || endpoint.contains('/') {
+                return refuse(format!("endpoint `{endpoint}` is not HOST:PORT"));
+            }
+        }
+        if self.prefix.len() < 2 || !self.prefix.ends_with('/') {
+            return refuse(format!("prefix `{}` must name something and end with `/`", self.prefix));
+        }
+        if self.lease_ttl < Duration::from_secs(1) || self.lease_ttl.subsec_nanos() != 0 {
+            return refuse(format!("lease_ttl {:?} must be whole seconds, at least 1s", self.lease_ttl));
+        }
+        Ok(())
+    }
+}
+
+/// The membership that etcd keeps. Dropping it lets this process's lease lapse.
+#[derive(Debug)]
+pub struct EtcdMembership {
+    shared: Arc<Shared>,
+    request_timeout: Duration,
+    _stop: DropGuard,
+}
+
+/// What the thread and the handle share.
+#[derive(Debug)]
+struct Shared {
+    view: watch::Sender<View>,
+    seen: AtomicBool,
+    registered: AtomicBool,
+    leaving: CancellationToken,
+    left: CancellationToken,
+}
+
+impl EtcdMembership {
+    pub(crate) fn start(config: EtcdConfig, own: Option<MemberRecord>) -> Result<EtcdMembership, MembershipError> {
+        config.check()?;
+        let failed = |error: std::io::Error| MembershipError::Etcd(format!("no thread for it: {error}"));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let shared = Arc::new(Shared {
+            view: watch::Sender::new(Arc::new([])),
+            seen: AtomicBool::new(false),
+            registered: AtomicBool::new(false),
+            leaving: CancellationToken::new(),
+            left: CancellationToken::new(),
+        });
+        let (stop, request_timeout) = (CancellationToken::new(), config.request_timeout);
+        let (stopped, used) = (stop.clone(), shared.clone());
+        let work = async move {
+            let session = Session { config, shared: used };
+            stopped.run_until_cancelled(async { tokio::join!(session.keep_registered(own), session.keep_view()) }).await
+        };
+        let name = "hypic-etcd".to_owned();
+        let run = move || {
+            runtime.block_on(work);
+            // Name look-ups may hang: they are not waited for.
+            runtime.shutdown_background();
+        };
+        std::thread::Builder::new().name(name).spawn(run).map_err(failed)?;
+        Ok(EtcdMembership { shared, request_timeout, _stop: stop.drop_guard() })
+    }
+
+    pub(crate) fn view(&self) -> watch::Receiver<View> {
+        self.shared.view.subscribe()
+    }
+
+    pub(crate) fn seen(&self) -> bool {
+        self.shared.seen.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn registered(&self) -> bool {
+        self.shared.registered.load(Ordering::Acquire)
+    }
+
+    pub(crate) async fn leave(&self) {
+        self.shared.leaving.cancel();
+        // Connecting, deleting and revoking have a request's time each.
+        if timeout(3 * self.request_timeout, self.shared.left.cancelled()).await.is_err() {
+            tracing::warn!("etcd does not answer: the record goes when its lease lapses");
+        }
+    }
+}
+
+/// Why work with etcd broke off.
+#[derive(Debug, thiserror::Error)]
+enum Trouble {
+    #[error("{}", causes(.0))]
+    Etcd(#[from] etcd_client::Error),
+    #[error("no answer within {0:?}")]
+    Silent(Duration),
+    #[error("the lease is gone")]
+    LeaseLost,
+    #[error("the watch ended ({0})")]
+    WatchEnded(String),
+}
+
+struct Session {
+    config: EtcdConfig,
+    shared: Arc<Shared>,
+}
+
+impl Session {
+    async fn within<T>(&self, work: impl Future<Output = Result<T, etcd_client::Error>>) -> Result<T, Trouble> {
+        let limit = self.config.request_timeout;
+        Ok(timeout(limit, work).await.map_err(|_| Trouble::Silent(limit))??)
+    }
+
+    async fn connect(&self) -> Result<Client, Trouble> {
+        let limit = self.config.request_timeout;
+        let mut options = ConnectOptions::new()
+            .with_connect_timeout(limit)
+            .with_keep_alive(limit, limit)
+            .with_keep_alive_while_idle(true)
+            .with_require_leader(true);
+        if let Some(EtcdCredentials { user, password }) = &self.config.credentials {
+            options = options.with_user(user, password);
+        }
+        self.within(Client::connect(&self.config.endpoints, Some(options))).await
+    }
+
+    /// Keep the own record entered until this process leaves.
+    async fn keep_registered(&self, own: Option<MemberRecord>) {
+        if let Some(record) = own {
+            let key = format!("{}{}", self.config.prefix, record.id);
+            let value = record.encode();
+            let mut backoff = Backoff::new(self.config.reconnect.clone());
+            let mut lease = None;
+            let registering = async {
+                loop {
+                    let trouble = self.register(&key, &value, &mut lease, &mut backoff).await;
+                    self.shared.registered.store(false, Ordering::Release);
+                    tracing::warn!(id = %record.id, error = %trouble, "not registered in etcd, trying again");
+                    sleep(backoff.next_wait()).await;
+                }
+            };
+            tokio::select! {
+                () = registering => {}
+                () = self.shared.leaving.cancelled() => {}
+            }
+            if let Err(trouble) = self.unregister(&key, lease).await {
+                tracing::warn!(id = %record.id, error = %trouble, "cannot leave etcd: the record goes with its lease");
+            }
+            self.shared.registered.store(false, Ordering::Release);
+        }
+        self.shared.left.cancel();
+    }
+
+    /// Enter the record and keep its lease alive; returns when that fails.
+    async fn register(&self, key: &str, value: &[u8], lease: &mut Option<i64>, backoff: &mut Backoff) -> Trouble {
+        let endless = async {
+            let mut client = self.connect().await?;
+            let ttl = i64::try_from(self.config.lease_ttl.as_secs()).unwrap_or(i64::MAX);
+            let id = self.within(client.lease_grant(ttl, None)).await?.id();
+            *lease = Some(id);
+            self.within(client.put(key, value, Some(PutOptions::new().with_lease(id)))).await?;
+            let (mut keeper, mut answers) = self.within(client.lease_keep_alive(id)).await?;
+            self.shared.registered.store(true, Ordering::Release);
+            tracing::info!(key, lease = id, "registered in etcd");
+            backoff.reset();
+            loop {
+                sleep(self.config.lease_ttl / 3).await;
+                self.within(keeper.keep_alive()).await?;
+                match self.within(answers.message()).await? {
+                    Some(answer) if answer.ttl() > 0 => {}
+                    Some(_) => return Err(Trouble::LeaseLost),
+                    None => return Err(Trouble::WatchEnded("keep-alives of the lease".to_owned())),
+                }
+            }
+        };
+        let ended: Result<std::convert::Infallible, Trouble> = endless.await;
+        match ended {
+            Err(trouble) => trouble,
+        }
+    }
+
+    async fn unregister(&self, key: &str, lease: Option<i64>) -> Result<(), Trouble> {
+        let mut client = self.connect().await?;
+        self.within(client.delete(key, None)).await?;
+        if let Some(id) = lease {
+            self.within(client.lease_revoke(id)).await?;
+        }
+        tracing::info!(key, "left etcd");
+        Ok(())
+    }
+
+    /// Keep the view as etcd has it.
+    async fn keep_view(&self) {
+        let mut backoff = Backoff::new(self.config.reconnect.clone());
+        loop {
+            if let Err(trouble) = self.follow(&mut backoff).await {
+                tracing::warn!(error = %trouble, members = self.shared.view.borrow().len(), "etcd lost, the last view serves");
+            }
+            sleep(backoff.next_wait()).await;
+        }
+    }
+
+    /// List the members, then follow changes from the list's revision on; returns when that breaks off, for whatever
+    /// reason: changes that were missed or compacted meanwhile show in the next list.
+    async fn follow(&self, backoff: &mut Backoff) -> Result<(), Trouble> {
+        let mut client = self.connect().await?;
+        let prefix = self.config.prefix.as_str();
+        let list = self.within(client.get(prefix, Some(GetOptions::new().with_prefix()))).await?;
+        let revision = list.header().map_or(0, |header| header.revision());
+        let mut members = Members::default();
+        for pair in list.kvs() {
+            members.set(prefix, pair.key(), pair.value());
+        }
+        self.publish(&members);
+        self.shared.seen.store(true, Ordering::Release);
+        let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
+        let mut changes = self.within(client.watch(prefix, Some(options))).await?;
+        backoff.reset();
+        loop {
+            let Some(change) = changes.message().await? else {
+                return Err(Trouble::WatchEnded("closed".to_owned()));
+            };
+            if change.canceled() {
+                let (reason, compacted) = (change.cancel_reason(), change.compact_revision());
+                return Err(Trouble::WatchEnded(format!("{reason}; compacted up to {compacted}")));
+            }
+            for event in change.events() {
+                let Some(pair) = event.kv() else { continue };
+                match event.event_type() {
+                    EventType::Put => members.set(prefix, pair.key(), pair.value()),
+                    EventType::Delete => members.remove(pair.key()),
+                }
+            }
+            self.publish(&members);
+        }
+    }
+
+    fn publish(&self, members: &Members) {
+        let view: View = members.0.values().cloned().collect();
+        self.shared.view.send_if_modified(|current| {
+            let changed = *current != view;
+            *current = view;
+            changed
+        });
+    }
+}
+
+/// The records as etcd has them, by key.
+#[derive(Debug, Default)]
+struct Members(BTreeMap<Vec<u8>, Target>);
+
+impl Members {
+    fn set(&mut self, prefix: &str, key: &[u8], value: &[u8]) {
+        let shown = || String::from_utf8_lossy(key).into_owned();
+        let record = match MemberRecord::decode(value) {
+            Ok(record) => record,
+            Err(error) => {
+                tracing::warn!(key = shown(), %error, "a record in etcd is left out");
+                return self.remove(key);
+            }
+        };
+        if key.strip_prefix(prefix.as_bytes()) != Some(record.id.as_str().as_bytes()) {
+            tracing::warn!(key = shown(), id = %record.id, "a record in etcd under another id's key is left out");
+            return self.remove(key);
+        }
+        let target = Target { role: record.role, addresses: record.addresses.clone(), record: Some(record) };
+        self.0.insert(key.to_owned(), target);
+    }
+
+    fn remove(&mut self, key: &[u8]) {
+        self.0.remove(key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Protocols, Role};
+
+    #[test]
+    fn configurations_that_cannot_work_are_refused() {
+        let good = EtcdConfig { endpoints: vec!["127.0.0.1:2379".into()], ..EtcdConfig::default() };
+        good.check().expect("works");
+        let refused = |change: fn(&mut EtcdConfig)| {
+            let mut config = good.clone();
+            change(&mut config);
+            config.check().expect_err("refused").to_string()
+        };
+        assert!(refused(|c| c.endpoints.clear()).contains("endpoints"));
+        assert!(refused(|c| c.endpoints[0] = "http://h:1".into()).contains("http://h:1"));
+        assert!(refused(|c| c.endpoints[0] = "h".into()).contains("`h`"));
+        assert!(refused(|c| c.prefix = "/members".into()).contains("/members"));
+        assert!(refused(|c| c.prefix = "/".into()).contains("prefix"));
+        assert!(refused(|c| c.lease_ttl = Duration::from_millis(500)).contains("lease_ttl"));
+        let secret = EtcdCredentials { user: "me".into(), password: "hush".into() };
+        assert!(!format!("{secret:?}").contains("hush"));
+    }
+
+    #[test]
+    fn records_that_make_no_sense_are_left_out() {
+        let record = MemberRecord {
+            id: "combiner-1".into(),
+            role: Role::Combiner,
+            addresses: vec!["h:1".into()],
+            fingerprint: [0; 32],
+            dtype: "f32".into(),
+            kernel_set: "portable-v1".into(),
+            format: 1,
+            protocols: Protocols::OWN,
+            prefix_fixed_bytes: 0,
+            prefix_token_bytes: 0,
+            prefix_budget_bytes: 0,
+        };
+        let mut members = Members::default();
+        members.set("/m/", b"/m/combiner-2", &record.encode());
+        assert!(members.0.is_empty());
+        members.set("/m/", b"/m/combiner-1", &record.encode());
+        assert_eq!(members.0.len(), 1);
+        members.set("/m/", b"/m/combiner-1", b"garbage");
+        assert!(members.0.is_empty());
+    }
+}

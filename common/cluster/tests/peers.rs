@@ -1,0 +1,157 @@
+//! Connections to members that really listen on loopback: fit, loss, return, identity.
+
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hypic_cluster::{ConnectionConfig, Dialer, Field, Membership, NodeState, Role, Target, View};
+use support::{Member, peers, until};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+const FREE: &str = "127.0.0.1:0";
+
+fn plain() -> Dialer {
+    Dialer::new(ConnectionConfig::default(), None)
+}
+
+fn targets(members: &[&Member]) -> View {
+    let target = |m: &&Member| Target { role: Role::Combiner, addresses: vec![m.address.to_string()], record: None };
+    members.iter().map(target).collect()
+}
+
+#[tokio::test]
+async fn members_that_fit_are_used_and_others_are_counted() {
+    let fits = Member::start(FREE, None, |_| {}).await;
+    let other = Member::start(FREE, None, |record| record.dtype = "bf16".into()).await;
+    let worker = Member::start(FREE, None, |record| record.role = Role::ScatterWorker).await;
+    let members = [&fits, &other, &worker].map(|member| (Role::Combiner, member.address.to_string()));
+    let peers = peers(plain(), Membership::fixed(members.into()).view());
+    let counts = peers.mismatches().clone();
+    until("one is up, two are counted", || {
+        peers.live().borrow().len() == 1 && counts.get(Field::Dtype) == 1 && counts.get(Field::Role) == 1
+    })
+    .await;
+    let peer = peers.find(fits.id().as_str()).expect("is live");
+    assert_eq!((peer.record(), peer.state(), peer.protocol()), (fits.status.record(), NodeState::Serving, 1));
+    assert_eq!((peer.load().backlog_tokens, peer.load().sequences, peer.load().waiting), (11, 2, 1));
+    assert!(peer.takes_work() && peers.find(other.id().as_str()).is_none());
+    let mut live = peers.live();
+    live.mark_unchanged();
+    fits.status.set_state(NodeState::Draining);
+    timeout(Duration::from_secs(5), live.changed()).await.expect("is told in time").expect("is told");
+    assert!(peer.state() == NodeState::Draining && !peer.takes_work() && !peer.down().is_cancelled());
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(counts.get(Field::Dtype), 1, "several attempts count once");
+}
+
+#[tokio::test]
+async fn a_new_identity_at_the_same_address_is_another_member() {
+    let first = Member::start(FREE, None, |_| {}).await;
+    let address = first.address.to_string();
+    let peers = peers(plain(), Membership::fixed(vec![(Role::Combiner, address.clone())]).view());
+    until("the first is up", || !peers.live().borrow().is_empty()).await;
+    let old = peers.live().borrow()[0].clone();
+    first.end().await;
+    timeout(Duration::from_secs(5), old.down().cancelled()).await.expect("is told in time");
+    assert!(peers.find(old.id().as_str()).is_none());
+    let second = Member::start(&address, None, |_| {}).await;
+    until("the second is up", || peers.find(second.id().as_str()).is_some()).await;
+    assert!(old.id() != second.id() && old.down().is_cancelled());
+    let mut client = hypic_proto::v1::node_client::NodeClient::new(old.channel());
+    let hello = hypic_proto::v1::HelloRequest { protocol_min: 1, protocol_max: 1, ..Default::default() };
+    assert!(client.hello(hello).await.is_err(), "the old channel must not reach the new member");
+}
+
+#[tokio::test]
+async fn the_same_member_comes_back_as_another_peer() {
+    let first = Member::start(FREE, None, |_| {}).await;
+    let (address, id) = (first.address.to_string(), first.id().clone());
+    let peers = peers(plain(), Membership::fixed(vec![(Role::Combiner, address.clone())]).view());
+    until("it is up", || peers.find(id.as_str()).is_some()).await;
+    let old = peers.find(id.as_str()).expect("is live");
+    first.end().await;
+    until("it is gone", || peers.find(id.as_str()).is_none()).await;
+    let _again = Member::start(&address, None, |record| record.id = id.clone()).await;
+    until("it is up again", || peers.find(id.as_str()).is_some()).await;
+    assert!(old.down().is_cancelled() && !peers.find(id.as_str()).expect("is live").down().is_cancelled());
+}
+
+#[tokio::test]
+async fn one_port_at_two_addresses_is_two_members_and_one_id_at_two_is_one() {
+    let a = Member::start(FREE, None, |_| {}).await;
+    let port = a.address.port();
+    let b = Member::start(&format!("127.0.0.2:{port}"), None, |_| {}).await;
+    let twin = Member::start(FREE, None, |record| record.id = a.id().clone()).await;
+    let view = watch::Sender::new(targets(&[&a, &b, &twin]));
+    let peers = peers(plain(), view.subscribe());
+    until("both are up", || peers.live().borrow().len() == 2).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(peers.live().borrow().len(), 2);
+    let first = peers.find(a.id().as_str()).expect("is live");
+    let (id, lost) = (a.id().clone(), if first.address() == a.address.to_string() { a } else { twin });
+    lost.end().await;
+    until("the other address takes over", || {
+        peers.find(id.as_str()).is_some_and(|peer| peer.address() != first.address())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_member_off_the_list_stays_while_its_connection_lives() {
+    let member = Member::start(FREE, None, |_| {}).await;
+    let (address, id) = (member.address.to_string(), member.id().clone());
+    let view = watch::Sender::new(targets(&[&member]));
+    let peers = peers(plain(), view.subscribe());
+    until("it is up", || peers.find(id.as_str()).is_some()).await;
+    let peer = peers.find(id.as_str()).expect("is live");
+    view.send_replace(Arc::new([]));
+    until("it is unlisted", || !peer.listed()).await;
+    assert!(!peer.down().is_cancelled() && !peer.takes_work());
+    view.send_replace(targets(&[&member]));
+    until("it is listed again", || peer.takes_work()).await;
+    view.send_replace(Arc::new([]));
+    member.end().await;
+    until("it is gone", || peers.live().borrow().is_empty()).await;
+    let _again = Member::start(&address, None, |_| {}).await;
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    assert!(peers.live().borrow().is_empty(), "nobody dials what is not listed");
+}
+
+#[tokio::test]
+async fn a_member_that_falls_silent_is_down() {
+    let member = Member::start(FREE, None, |_| {}).await;
+    let between = TcpListener::bind(FREE).await.expect("binds");
+    let address = between.local_addr().expect("has an address").to_string();
+    let target = member.address;
+    // Bytes pass until the hold; then nothing moves and nothing is closed.
+    let hold = tokio_util::sync::CancellationToken::new();
+    let held = hold.clone();
+    tokio::spawn(async move {
+        let (mut near, _) = between.accept().await.expect("accepts");
+        let mut far = tokio::net::TcpStream::connect(target).await.expect("connects");
+        tokio::select! {
+            _ = tokio::io::copy_bidirectional(&mut near, &mut far) => {}
+            () = held.cancelled() => std::future::pending().await,
+        }
+    });
+    let peers = peers(plain(), Membership::fixed(vec![(Role::Combiner, address)]).view());
+    until("it is up", || !peers.live().borrow().is_empty()).await;
+    let peer = peers.live().borrow()[0].clone();
+    hold.cancel();
+    timeout(Duration::from_millis(2500), peer.down().cancelled()).await.expect("is told within the keep-alive");
+    assert!(peers.live().borrow().is_empty());
+}
+
+#[tokio::test]
+async fn dropping_the_connections_takes_all_peers_down() {
+    let member = Member::start(FREE, None, |_| {}).await;
+    let view = watch::Sender::new(targets(&[&member]));
+    let peers = peers(plain(), view.subscribe());
+    until("it is up", || !peers.live().borrow().is_empty()).await;
+    let peer = peers.live().borrow()[0].clone();
+    drop(peers);
+    timeout(Duration::from_secs(5), peer.down().cancelled()).await.expect("is told in time");
+}

@@ -1,0 +1,217 @@
+//! The receiving end of the transport between processes: a transfer becomes a computation that others can follow.
+//!
+//! What arrives is checked (version, model, key, order, checksum, shape of the layout) before a composition sees it, and
+//! kept as an entry when it is whole. A stream that breaks off, lies or says that it failed fails its flight at once;
+//! the next attempt, or another request for the same entry, takes it from there.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use hypic_cache::{Claim, Flight, Lead, Source, Store};
+use hypic_kernels::{Backend, part_from_host};
+use hypic_proto::v1;
+use hypic_proto::v1::transfer_message::Message;
+use hypic_state::codec::decode;
+use hypic_state::{EntryLayout, LayerPart, Stored};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+use tonic::{Status, Streaming};
+
+use super::{GrpcConfig, Identity, Served, convert};
+use crate::{Exchange, Refused, TransferId};
+
+/// Takes in entries for one combiner.
+pub struct Receiver<B: Backend, P: Stored> {
+    config: GrpcConfig,
+    backend: B,
+    layout: EntryLayout,
+    served: Served,
+    store: Store<B, P>,
+    exchange: Exchange<B>,
+}
+
+impl<B: Backend, P: Stored> Receiver<B, P> {
+    /// Entries of `layout` arrive on `backend`, are kept in `store` and handed out by `exchange`.
+    pub fn new(
+        config: GrpcConfig,
+        backend: B,
+        layout: EntryLayout,
+        served: Served,
+        store: Store<B, P>,
+        exchange: Exchange<B>,
+    ) -> Self {
+        Receiver { config, backend, layout, served, store, exchange }
+    }
+
+    /// See one transfer through; whether what was sent was used.
+    pub(super) async fn receive(&self, mut stream: Streaming<v1::TransferMessage>) -> Result<bool, Status> {
+        let Some(v1::TransferMessage { message: Some(Message::Header(header)) }) = stream.message().await? else {
+            return Err(convert::invalid("a transfer begins with its header"));
+        };
+        let (transfer, identity) = self.check(header)?;
+        let wait = self.config.open_wait;
+        let opened = timeout(wait, self.exchange.opened(transfer)).await;
+        opened.map_err(|_| refused(Refused::NotOpen))?.map_err(refused)?;
+        loop {
+            match self.store.claim(identity.key, &identity.tokens, identity.seam) {
+                Claim::Hit(entry) => {
+                    self.exchange.send(transfer, Source::Entry(entry)).map_err(refused)?;
+                    return Ok(false);
+                }
+                // A later attempt is made because an earlier one, which may be this flight, does not get on.
+                Claim::Join(flight) if transfer.generation == 0 => {
+                    self.exchange.send(transfer, Source::Flight(flight.clone())).map_err(refused)?;
+                    if landed(&flight).await {
+                        return Ok(false);
+                    }
+                }
+                Claim::Join(_) => {
+                    let lead = self.store.lead_alone(identity.key, &identity.tokens, identity.seam);
+                    return self.take(transfer, &identity, lead, stream).await;
+                }
+                Claim::Lead(lead) => return self.take(transfer, &identity, lead, stream).await,
+            }
+        }
+    }
+
+    fn check(&self, header: v1::TransferHeader) -> Result<(TransferId, Identity), Status> {
+        let (ours, theirs) = (u32::from(self.served.space.format), header.format_version);
+        if ours != theirs {
+            return Err(convert::invalid(format!("format_version: {theirs}, this combiner knows {ours}")));
+        }
+        if header.model_fingerprint[..] != self.served.space.fingerprint.0 {
+            return Err(convert::invalid("model_fingerprint: an entry of another model"));
+        }
+        if header.layers as usize != self.layout.len() {
+            let (theirs, ours) = (header.layers, self.layout.len());
+            return Err(convert::invalid(format!("layers: {theirs}, this model has {ours}")));
+        }
+        Ok((convert::transfer_id(header.transfer)?, self.served.identity(header.entry)?))
+    }
+
+    async fn take(
+        &self,
+        transfer: TransferId,
+        identity: &Identity,
+        lead: Lead<B>,
+        stream: Streaming<v1::TransferMessage>,
+    ) -> Result<bool, Status> {
+        if let Err(why) = self.exchange.send(transfer, Source::Flight(lead.flight().clone())) {
+            lead.fail(why.to_string());
+            return Err(refused(why));
+        }
+        let begun = std::time::Instant::now();
+        match self.parts(identity, &lead, stream).await {
+            Ok(()) => {
+                let cost = cost(begun.elapsed());
+                lead.complete(&self.layout, cost).map_err(|e| Status::data_loss(e.to_string()))?;
+                Ok(true)
+            }
+            Err(status) => {
+                lead.fail(status.message());
+                Err(status)
+            }
+        }
+    }
+
+    async fn parts(
+        &self,
+        identity: &Identity,
+        lead: &Lead<B>,
+        mut stream: Streaming<v1::TransferMessage>,
+    ) -> Result<(), Status> {
+        let mut layer = 0;
+        let mut buffer = BytesMut::new();
+        loop {
+            let message = stream.message().await?.and_then(|m| m.message);
+            let chunk = match message {
+                Some(Message::Chunk(chunk)) => chunk,
+                Some(Message::End(_)) if layer == self.layout.len() => return Ok(()),
+                Some(Message::Abort(abort)) => return Err(Status::aborted(abort.reason)),
+                Some(Message::End(_)) | None => {
+                    let layers = self.layout.len();
+                    return Err(Status::data_loss(format!("the transfer ended after {layer} of {layers} parts")));
+                }
+                Some(Message::Header(_)) => return Err(convert::invalid("a second header")),
+            };
+            self.check_chunk(identity, &chunk, layer, buffer.len())?;
+            let whole = chunk.part_bytes as usize;
+            let encoded = if buffer.is_empty() && chunk.data.len() == whole {
+                chunk.data
+            } else {
+                buffer.extend_from_slice(&chunk.data);
+                if buffer.len() < whole {
+                    continue;
+                }
+                std::mem::take(&mut buffer).freeze()
+            };
+            lead.publish(layer, self.part(identity, layer, encoded)?);
+            layer += 1;
+        }
+    }
+
+    fn check_chunk(&self, identity: &Identity, c: &v1::PartChunk, layer: usize, have: usize) -> Result<(), Status> {
+        if c.key[..] != identity.key.as_bytes()[..] {
+            return Err(convert::invalid("a chunk of another entry"));
+        }
+        let (at, end) = (c.offset, c.offset.saturating_add(c.data.len() as u64));
+        let in_order = c.layer as usize == layer && layer < self.layout.len() && at == have as u64;
+        if !in_order || c.data.is_empty() || end > c.part_bytes || c.part_bytes > self.config.part_limit {
+            let (bytes, of) = (c.data.len(), c.part_bytes);
+            return Err(Status::data_loss(format!(
+                "layer {}: {bytes} bytes at {at} of {of} are out of order",
+                c.layer
+            )));
+        }
+        let computed = crc32c::crc32c(&c.data);
+        if computed != c.crc32c {
+            return Err(Status::data_loss(format!("layer {layer}: checksum is {computed:08x}, not {:08x}", c.crc32c)));
+        }
+        Ok(())
+    }
+
+    fn part(&self, identity: &Identity, layer: usize, encoded: Bytes) -> Result<LayerPart<B>, Status> {
+        let part = decode(encoded).map_err(|e| Status::data_loss(format!("layer {layer}: {e}")))?;
+        let expected = self.layout[layer];
+        if part.kind() != expected {
+            return Err(Status::data_loss(format!("layer {layer}: {:?}, not {expected:?}", part.kind())));
+        }
+        let body = identity.tokens.len() - identity.seam;
+        if let LayerPart::Attention(kv) = &part
+            && kv.k.shape()[0] != body
+        {
+            let got = kv.k.shape()[0];
+            return Err(Status::data_loss(format!("layer {layer}: K and V of {got} tokens, the body has {body}")));
+        }
+        Ok(part_from_host(&self.backend, &part))
+    }
+}
+
+/// What having an entry is worth: the time that its arrival took, which is about what its absence would cost.
+fn cost(arrival: Duration) -> Duration {
+    arrival.max(Duration::from_micros(1))
+}
+
+fn refused(why: Refused) -> Status {
+    match why {
+        Refused::NotOpen => Status::not_found(why.to_string()),
+        Refused::Closed | Refused::Superseded => Status::failed_precondition(why.to_string()),
+    }
+}
+
+/// Waits for the end of a flight: whether there is an entry.
+async fn landed<B: Backend>(flight: &Arc<Flight<B>>) -> bool {
+    let news = Arc::new(Notify::new());
+    let waker = news.clone();
+    flight.subscribe(Arc::new(move || waker.notify_one()));
+    loop {
+        if flight.entry().is_some() {
+            return true;
+        }
+        if flight.failure().is_some() {
+            return false;
+        }
+        news.notified().await;
+    }
+}

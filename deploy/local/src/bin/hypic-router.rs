@@ -1,0 +1,10 @@
+//! The program `hypic-router`: what `hypic router` is, by itself.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use hypic::cli::{Role, role_program};
+
+fn main() -> ExitCode {
+    role_program(Role::Router)
+}

@@ -1,0 +1,98 @@
+use super::*;
+
+fn variables(pairs: &[(&str, &str)]) -> Vec<(std::ffi::OsString, std::ffi::OsString)> {
+    pairs.iter().map(|(name, value)| (name.into(), value.into())).collect()
+}
+
+fn layers() -> Layers {
+    let mut layers = Layers::new(Role::Combiner).expect("defaults");
+    layers.flag("--set", "model.name", "x").expect("a setting");
+    layers
+}
+
+#[test]
+fn later_layers_win() {
+    let file = tempfile::NamedTempFile::new().expect("room on disk");
+    let text = "[router]\nseam = 1\nanchor = \"none\"\n[cache]\nbytes = \"2MiB\"\n[shutdown]\ngrace = \"7s\"\n";
+    std::fs::write(file.path(), text).expect("room on disk");
+    let mut layers = layers();
+    layers.file(file.path()).expect("a good file");
+    layers.environment(variables(&[("HYPIC__ROUTER__SEAM", "2"), ("HYPIC__CACHE__BYTES", "3MiB")])).expect("good");
+    layers.flag("--seam", "router.seam", "3").expect("a setting");
+    let config = layers.finish().expect("consistent");
+    assert_eq!((config.router.seam, config.router.anchor), (3, Anchor::None));
+    assert_eq!((config.cache.bytes, config.shutdown.grace), (ByteSize::mib(3), Duration::from_secs(7)));
+}
+
+#[test]
+fn values_need_no_quotes() {
+    let mut layers = layers();
+    let given = [("HYPIC__MODEL__NAME", "7"), ("HYPIC__CLUSTER__ETCD__ENDPOINTS", "a:1, b:2")];
+    layers.environment(variables(&given)).expect("good");
+    let config = layers.finish().expect("consistent");
+    assert_eq!(config.model.name.as_deref(), Some("7"));
+    assert_eq!(config.cluster.etcd.endpoints, ["a:1", "b:2"]);
+}
+
+#[test]
+fn what_is_unknown_is_refused_by_name() {
+    for name in ["HYPIC__ROUTER__SEEM", "HYPIC__ROUTE__SEAM", "HYPIC__SEAM", "HYPIC__", "HYPIC__ROUTER__SEAM__X"] {
+        let error = layers().environment(variables(&[(name, "1")])).expect_err(name).to_string();
+        assert!(error.contains(name), "{error}");
+    }
+    let error = layers().environment(variables(&[("HYPIC__ROUTER__SEAM", "-1")])).expect_err("negative").to_string();
+    assert!(error.contains("HYPIC__ROUTER__SEAM") && error.contains("-1"), "{error}");
+    let error = layers().flag("--set router.seem=1", "router.seem", "1").expect_err("unknown").to_string();
+    assert!(error.contains("--set router.seem=1") && error.contains("`seem`"), "{error}");
+    let file = tempfile::NamedTempFile::new().expect("room on disk");
+    std::fs::write(file.path(), "[router]\nseem = 1\n").expect("room on disk");
+    let error = format!("{:#}", layers().file(file.path()).expect_err("unknown"));
+    assert!(error.contains("seem") && error.contains(file.path().to_str().expect("UTF-8")), "{error}");
+}
+
+#[test]
+fn variables_of_services_mean_nothing() {
+    let mut layers = layers();
+    let given = [("HYPIC_ROUTER_PORT", "tcp://10.0.0.1:80"), ("HYPIC_ROUTER__SEAM", "x"), ("PATH", "/")];
+    layers.environment(variables(&given)).expect("nothing of ours");
+    assert_eq!(layers.finish().expect("consistent").router.seam, 8);
+}
+
+#[test]
+fn tls_files_may_come_one_by_one() {
+    let mut layers = layers();
+    for (key, value) in [("tls.files.ca", "a"), ("tls.files.cert", "b"), ("tls.files.key", "c")] {
+        layers.flag("--set", key, value).expect("a setting");
+    }
+    assert_eq!(layers.finish().expect("all three").tls.files, Some(TlsConfig::new("a", "b", "c")));
+    let mut partial = Layers::new(Role::Combiner).expect("defaults");
+    partial.flag("--set", "tls.files.ca", "a").expect("a setting");
+    assert!(format!("{:#}", partial.finish().expect_err("two are missing")).contains("cert"));
+}
+
+#[test]
+fn contradictions_are_refused() {
+    let refused = |role, flags: &[(&str, &str)]| {
+        let mut layers = Layers::new(role).expect("defaults");
+        for (key, value) in flags {
+            layers.flag("--set", key, value).expect("a setting");
+        }
+        layers.finish().expect_err("a contradiction").to_string()
+    };
+    let both = [("cluster.members", "combiner=a:1"), ("cluster.etcd.endpoints", "b:2")];
+    assert!(refused(Role::Router, &both).contains("cluster.members"));
+    assert!(refused(Role::Router, &[]).contains("--members"));
+    assert!(refused(Role::Combiner, &[("cluster.members", "x=a:1")]).contains("x=a:1"));
+    assert!(refused(Role::Combiner, &[("model.fingerprint", "ab")]).contains("64 hex digits"));
+    assert!(refused(Role::Combiner, &[("model.dtype", "fp8")]).contains("fp8"));
+    assert!(refused(Role::ScatterWorker, &[("worker.concurrent", "0")]).contains("worker.concurrent"));
+}
+
+#[test]
+fn what_is_printed_can_be_read_again() {
+    for role in [Role::Router, Role::ScatterWorker, Role::Combiner] {
+        let text = toml::to_string(&Config::of(role)).expect("writes");
+        let again: Config = toml::from_str(&text).expect("reads");
+        assert_eq!(toml::to_string(&again).expect("writes"), text);
+    }
+}

@@ -1,0 +1,116 @@
+//! The router as a process. Owns the fleet's copy of the members: it follows who is there, and each member's directory.
+//! It reads the model's configuration and tokenizer; its weights only for their fingerprint, unless that is configured.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use hypic_cluster::{Expected, Peer, Role};
+use hypic_kernels::Cpu;
+use hypic_model::families::describe;
+use hypic_router::{Fleet, Front, Router, RouterConfig, Served, View};
+use hypic_state::codec::FORMAT_VERSION;
+use hypic_text::TextPipeline;
+use hypic_transport::grpc::{Holdings, RemoteCombine, RemoteScatter, follow};
+use hypic_transport::{Combine, Scatter};
+use tokio::sync::watch;
+
+use super::remote::Member;
+use super::{Process, common};
+use crate::config::Config;
+use crate::served::{compute_dtype, served};
+
+/// Between a directory stream that failed and the next one.
+const FOLLOW_PAUSE: Duration = Duration::from_millis(200);
+
+pub(super) async fn run(process: Process, front: Front) -> Result<()> {
+    let tls = common::tls(&process.config)?;
+    let config = process.config.clone();
+    let Some((served, text)) = common::unless_stopped(&process.shutdown, move || load(&config)).await? else {
+        return Ok(());
+    };
+    let expected = Expected {
+        fingerprint: served.space.fingerprint.0,
+        dtype: served.space.dtype.to_string(),
+        kernel_set: process.config.model.kernel_set.clone(),
+        format: u32::from(FORMAT_VERSION),
+    };
+    let joined = common::join(&process, None, vec![Role::ScatterWorker, Role::Combiner], expected, tls)?;
+    let fleet = Arc::new(Fleet::new(View::default()));
+    let live = joined.peers.as_ref().context("a router dials members")?.live();
+    let following = tokio::spawn(keep(live, fleet.clone(), process.id.to_string()));
+    let section = &process.config.router;
+    let settings = RouterConfig {
+        seam: section.seam,
+        anchor: section.anchor,
+        memo_bytes: usize::try_from(section.memo.as_u64())?,
+        ..RouterConfig::default()
+    };
+    let router = Arc::new(Router::new(settings, served, text, fleet));
+    process.readiness.loaded();
+    front.serve(router, process.shutdown.clone(), process.config.shutdown.grace).await;
+    following.abort();
+    Ok(())
+}
+
+fn load(config: &Config) -> Result<(Served, Option<Arc<TextPipeline>>)> {
+    let source = common::source(config);
+    let text = source.text()?;
+    let checkpoint = source.checkpoint()?;
+    let spec = describe(checkpoint.config())?;
+    if let Some(text) = &text
+        && text.tokenizer().vocab_size() > spec.vocab
+    {
+        let (ids, rows) = (text.tokenizer().vocab_size(), spec.vocab);
+        bail!(
+            "tokenizer.json has {ids} token ids but the model's embedding has {rows} rows: they do not belong together"
+        );
+    }
+    let dtype = compute_dtype(&Cpu::new(1), &checkpoint, common::dtype(config))?;
+    let fingerprint = match config.fingerprint()? {
+        Some(fingerprint) => fingerprint,
+        None => checkpoint.fingerprint()?,
+    };
+    let served = served(common::name(config), &spec, fingerprint, dtype, &checkpoint)?;
+    Ok((served, text))
+}
+
+/// A member in the fleet.
+#[derive(Clone)]
+enum Part {
+    Scatter(Arc<dyn Scatter>),
+    Combine(Arc<dyn Combine>),
+}
+
+/// Keep the fleet as the members are.
+async fn keep(mut live: watch::Receiver<Arc<[Arc<Peer>]>>, fleet: Arc<Fleet>, own: String) {
+    let mut known: HashMap<String, (Arc<Peer>, Part)> = HashMap::new();
+    loop {
+        let peers = live.borrow_and_update().clone();
+        known.retain(|_, (peer, _)| peers.iter().any(|p| Arc::ptr_eq(p, peer)));
+        let mut view = View::default();
+        for peer in peers.iter() {
+            let new = || (peer.clone(), part(peer, &own));
+            let (_, part) = known.entry(peer.id().to_string()).or_insert_with(new);
+            match part.clone() {
+                Part::Scatter(scatter) => view.scatter.push(scatter),
+                Part::Combine(combine) => view.combiners.push(combine),
+            }
+        }
+        fleet.set(view);
+        if live.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Follow a new member's directory. That ends when the member is down.
+fn part(peer: &Arc<Peer>, own: &str) -> Part {
+    let (remote, holdings) = (Arc::new(Member(peer.clone())), Arc::new(Holdings::default()));
+    tokio::spawn(follow(remote.clone(), own.to_string(), holdings.clone(), FOLLOW_PAUSE));
+    if peer.record().role == Role::Combiner {
+        return Part::Combine(Arc::new(RemoteCombine::new(remote, holdings)));
+    }
+    Part::Scatter(Arc::new(RemoteScatter::new(remote, holdings)))
+}
