@@ -56,6 +56,8 @@ pub struct CombinerLoad {
     pub waiting: usize,
     /// Answers under way, prompts included.
     pub sequences: usize,
+    /// Of those, the ones whose prompt is not done.
+    pub prefilling: usize,
     /// Bytes of their running states.
     pub state_bytes: usize,
 }
@@ -65,6 +67,7 @@ pub struct CombinerLoad {
 pub(crate) struct Gauges {
     pub waiting: AtomicUsize,
     pub sequences: AtomicUsize,
+    pub prefilling: AtomicUsize,
     pub state_bytes: AtomicUsize,
 }
 
@@ -124,6 +127,7 @@ impl<B: Backend> Combiner<B> {
         CombinerLoad {
             waiting: self.gauges.waiting.load(Ordering::Relaxed),
             sequences: self.gauges.sequences.load(Ordering::Relaxed),
+            prefilling: self.gauges.prefilling.load(Ordering::Relaxed),
             state_bytes: self.gauges.state_bytes.load(Ordering::Relaxed),
         }
     }

@@ -235,6 +235,8 @@ impl<B: Backend> Device<B> {
     fn publish_load(&self) {
         self.setup.gauges.waiting.store(self.waiting.len(), Ordering::Relaxed);
         self.setup.gauges.sequences.store(self.sequences(), Ordering::Relaxed);
+        let prefilling = self.prompts.iter().filter_map(|p| self.requests.get(&p.request)).map(|r| r.open).sum();
+        self.setup.gauges.prefilling.store(prefilling, Ordering::Relaxed);
         let answers = self.answers.iter().filter_map(|a| a.state.as_ref()).map(RunningState::bytes);
         let bytes = answers.chain(self.prompts.iter().map(Prompt::state_bytes)).sum();
         self.setup.gauges.state_bytes.store(bytes, Ordering::Relaxed);

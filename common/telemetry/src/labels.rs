@@ -82,7 +82,7 @@ label_sets! {
         Exact = "exact", Composed = "composed", Seam = "seam", Computed = "computed", Completion = "completion",
     }
     /// Why a cache entry was dropped.
-    EvictionReason = "reason" { Capacity = "capacity", Expired = "expired", Mismatch = "mismatch", Drained = "drained" }
+    EvictionReason = "reason" { Capacity = "capacity", Prefix = "prefix", Boundary = "boundary" }
     /// What a sequence is doing.
     SequenceState = "state" { Waiting = "waiting", Prefilling = "prefilling", Decoding = "decoding" }
     /// State of a member's circuit breaker.
@@ -105,6 +105,7 @@ label_sets! {
     AttemptKind = "kind" { Scatter = "scatter", Transfer = "transfer", Compose = "compose" }
     /// The field in which a member differs from the cluster.
     MismatchField = "field" {
-        Model = "model", Tokenizer = "tokenizer", Layout = "layout", Precision = "precision", Protocol = "protocol",
+        Id = "id", Role = "role", Fingerprint = "model_fingerprint", Dtype = "dtype", KernelSet = "kernel_set",
+        Format = "format_version", Protocol = "protocol",
     }
 }

@@ -181,6 +181,10 @@ impl<S: Storage> Line<S> {
             if state.source.is_some() && state.generation > generation {
                 return Err(Refused::Superseded);
             }
+            if state.source.as_ref().is_some_and(is_whole) {
+                // All of it is there, bit for bit what the later attempt would bring.
+                return Ok(());
+            }
             // Under the lock, so that a receiver that comes now subscribes itself, or finds itself subscribed.
             if let Some(waker) = &state.waker {
                 source.subscribe(waker.clone());
@@ -191,6 +195,13 @@ impl<S: Storage> Line<S> {
         };
         waker.iter().for_each(|wake| wake());
         Ok(())
+    }
+}
+
+fn is_whole<S: Storage>(source: &Source<S>) -> bool {
+    match source {
+        Source::Entry(_) => true,
+        Source::Flight(flight) => flight.entry().is_some(),
     }
 }
 

@@ -1,18 +1,19 @@
 //! Router, scatter workers and combiner, joined in one process.
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
-use hypic_cache::{Fingerprint, KeySpace, Stats, Store, StoreConfig};
+use hypic_cache::{Stats, Store, StoreConfig};
 use hypic_combiner::{Combiner, CombinerConfig, CombinerLoad, PrefixState};
 use hypic_kernels::{Backend, Cpu};
-use hypic_model::{Checkpoint, Config, LoadOptions, Model};
-use hypic_router::{Fleet, ModelCard, Router, RouterConfig, Sampling, Served, View};
+use hypic_model::{Checkpoint, LoadOptions, Model};
+use hypic_router::{Fleet, Router, RouterConfig, View};
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_state::DType;
 use hypic_text::TextPipeline;
-use hypic_transport::{Combine, Exchange, SamplingParams, Scatter, Transport};
+use hypic_transport::{Combine, Exchange, Scatter, Transport};
+
+use crate::served::{compute_dtype, served};
 
 /// Settings of a process with all roles.
 #[derive(Clone, Debug)]
@@ -105,7 +106,7 @@ impl Local {
         let (shared, arrivals) = (store.clone(), exchange.clone());
         let combiner = Combiner::start(settings, device, model.clone(), shared, store_config, arrivals, last_resort);
         let combiner = Arc::new(combiner.context("cannot start the combiner")?);
-        let served = served(&config.name, &model, checkpoint)?;
+        let served = served(config.name, model.spec(), model.fingerprint(), model.dtype(), checkpoint)?;
         let combiners: Vec<Arc<dyn Combine>> = vec![combiner.clone()];
         let fleet = Arc::new(Fleet::new(View { scatter, combiners }));
         let router = Arc::new(Router::new(config.router, served, text, fleet));
@@ -146,59 +147,4 @@ impl Local {
     pub fn open_transfers(&self) -> usize {
         self.exchange.open_transfers()
     }
-}
-
-fn compute_dtype(device: &Cpu, checkpoint: &Checkpoint, asked: Option<DType>) -> Result<DType> {
-    match asked {
-        Some(dtype @ (DType::F32 | DType::Bf16)) => Ok(dtype),
-        Some(other) => bail!("--dtype {other}: use auto, f32 or bf16"),
-        None => Ok(checkpoint.dtype().filter(|&d| device.supports(d)).unwrap_or(DType::F32)),
-    }
-}
-
-fn served(name: &str, model: &Model<Cpu>, checkpoint: &Checkpoint) -> Result<Served> {
-    let spec = model.spec();
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let context = u32::try_from(spec.max_positions).context("max_position_embeddings is too large")?;
-    let mut eos = spec.eos.clone();
-    let mut sampling = Sampling::default();
-    if let Some(generation) = checkpoint.generation() {
-        let named = generation.token_ids("eos_token_id")?;
-        if !named.is_empty() {
-            eos = named;
-        }
-        sampling = sampling_defaults(generation)?;
-    }
-    Ok(Served {
-        card: ModelCard { id: name.to_string(), created, context },
-        space: KeySpace::new(Fingerprint(model.fingerprint()), model.dtype()),
-        vocab: spec.vocab,
-        compose: model.default_compose(),
-        eos: eos.into(),
-        sampling,
-    })
-}
-
-/// What `generation_config.json` says of sampling; `do_sample: false` is greedy.
-fn sampling_defaults(generation: &Config) -> Result<Sampling> {
-    let number = |key: &str| generation.opt_f64(key).map(|n| n.map(|n| n as f32));
-    let greedy = generation.opt_bool("do_sample")? == Some(false);
-    let sampling = Sampling {
-        temperature: if greedy { Some(0.0) } else { number("temperature")? },
-        top_k: generation.opt_usize("top_k")?.map(|k| u32::try_from(k).unwrap_or(0)),
-        top_p: number("top_p")?,
-        min_p: number("min_p")?,
-        repetition_penalty: number("repetition_penalty")?,
-        ..Sampling::default()
-    };
-    let ordinary = SamplingParams::default();
-    let resolved = SamplingParams {
-        temperature: sampling.temperature.unwrap_or(ordinary.temperature),
-        top_p: sampling.top_p.unwrap_or(ordinary.top_p),
-        min_p: sampling.min_p.unwrap_or(ordinary.min_p),
-        repetition_penalty: sampling.repetition_penalty.unwrap_or(ordinary.repetition_penalty),
-        ..ordinary
-    };
-    resolved.validate().map_err(|e| generation.wrong(e.field, e.message))?;
-    Ok(sampling)
 }

@@ -127,7 +127,7 @@ async fn a_lost_router_disturbs_no_other() {
         let (first, second) = (cluster.member("router", 0), cluster.member("router", 1));
         let other = long(41);
         let want = whole(&second.base(), &other).await;
-        let lost = decoding(&first.base(), &Request::random(42, &[100], 60_000)).await;
+        let lost = decoding(&first.base(), &Request::random(42, &[100], 30_000)).await;
         let going_on = decoding(&second.base(), &other).await;
         cluster.signal(first, with);
         let undisturbed = going_on.rest().await.expect("an answer through the other router");
@@ -143,7 +143,7 @@ async fn a_lost_router_disturbs_no_other() {
 async fn clients_that_vanish_leave_nothing_behind() {
     let cluster = Cluster::start(Options::default()).await;
     // Decoding.
-    let stream = decoding(&cluster.base, &Request::random(51, &[100], 60_000)).await;
+    let stream = decoding(&cluster.base, &Request::random(51, &[100], 30_000)).await;
     let combiner = busy(&cluster).await;
     drop(stream);
     let exporting = [(combiner.id.clone(), combiner.metrics.clone())];

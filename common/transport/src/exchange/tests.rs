@@ -107,12 +107,14 @@ fn a_later_attempt_takes_the_place_and_an_earlier_one_does_not() {
     let incoming = exchange.open(first.id);
     let (calls, waker) = counter();
     incoming.listen(waker);
-    exchange.send(first, entry(1.0)).expect("open");
+    let (_stuck, source) = computation();
+    exchange.send(first, source).expect("open");
     exchange.send(second, entry(2.0)).expect("later");
     assert_eq!(seen(&incoming), "2");
     assert_eq!(calls.load(Ordering::SeqCst), 2, "each is news");
     assert_eq!(exchange.send(first, entry(1.0)), Err(Refused::Superseded));
-    assert_eq!(seen(&incoming), "2");
+    exchange.send(second.next(), computation().1).expect("later still, and not needed");
+    assert_eq!(seen(&incoming), "2", "what is whole stays");
     assert_eq!(calls.load(Ordering::SeqCst), 2, "nothing has changed");
 }
 

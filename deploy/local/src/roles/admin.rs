@@ -27,11 +27,13 @@ pub(super) struct Readiness {
     loaded: AtomicBool,
     draining: CancellationToken,
     joined: OnceCell<Arc<Joined>>,
+    /// It stood in the membership once: that it may lose when etcd is away is no reason to take it out of service.
+    listed: AtomicBool,
 }
 
 impl Readiness {
     pub fn new(role: Role, draining: CancellationToken) -> Arc<Self> {
-        Arc::new(Readiness { role, loaded: AtomicBool::new(false), draining, joined: OnceCell::new() })
+        Arc::new(Readiness { role, loaded: AtomicBool::new(false), draining, joined: OnceCell::new(), listed: AtomicBool::new(false) })
     }
 
     /// The model is there and the role serves.
@@ -55,7 +57,10 @@ impl Readiness {
             missing.push("the model is being loaded");
         }
         match self.joined.get() {
-            Some(joined) if joined.membership.seen() && joined.membership.registered() => {}
+            Some(_) if self.listed.load(Ordering::Acquire) => {}
+            Some(joined) if joined.membership.seen() && joined.membership.registered() => {
+                self.listed.store(true, Ordering::Release);
+            }
             _ => missing.push("the membership has not been seen"),
         }
         let usable = |peer: &Arc<Peer>| peer.record().role == Role::Combiner && peer.takes_work();

@@ -7,8 +7,8 @@ use hypic_cluster::{Caller, Dialer, Expected, MemberRecord, Membership, Peers, R
 use hypic_state::DType;
 use tokio_util::sync::CancellationToken;
 
-use super::Process;
 use super::admin::Joined;
+use super::{Process, gauges};
 use crate::config::Config;
 use crate::source::ModelSource;
 
@@ -55,6 +55,9 @@ pub(super) fn join(
         let caller = Caller { id: process.id.clone(), role: process.role, dials };
         Peers::start(cluster.peers.clone(), caller, expected, dialer, membership.view())
     });
+    if let Some(peers) = &peers {
+        tokio::spawn(gauges::count_mismatches(peers.mismatches().clone()));
+    }
     let joined = Arc::new(Joined { membership, peers });
     process.readiness.join(joined.clone());
     Ok(joined)

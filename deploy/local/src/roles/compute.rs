@@ -26,7 +26,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
-use super::{Process, common};
+use super::{Process, common, gauges};
 use crate::config::Config;
 use crate::served::compute_dtype;
 
@@ -82,6 +82,8 @@ pub(super) async fn run(process: Process, listener: TcpListener, address: String
         concurrent: section.concurrent,
         ..WorkerConfig::named(process.id.as_str())
     };
+    let mut gauges = gauges::of_store(&store);
+    tokio::spawn(gauges::count_evictions(store.clone()));
     let directory = DirectoryService::server(store.clone(), PrefixState::note);
     let closed = CancellationToken::new();
     let (routes, joined, status, load) = if role == Role::ScatterWorker {
@@ -117,6 +119,7 @@ pub(super) async fn run(process: Process, listener: TcpListener, address: String
             max_waiting: section.max_waiting,
             ..CombinerConfig::named(process.id.as_str())
         };
+        gauges.extend(gauges::of_exchange(&exchange));
         let layout = model.layout().clone();
         let receiver =
             Receiver::new(GrpcConfig::default(), device.clone(), layout, served, store.clone(), exchange.clone());
@@ -126,6 +129,7 @@ pub(super) async fn run(process: Process, listener: TcpListener, address: String
         record.prefix_fixed_bytes = fixed as u64;
         record.prefix_token_bytes = per_token as u64;
         record.prefix_budget_bytes = budget as u64;
+        gauges.extend(gauges::of_combiner(&combiner));
         let loads = combiner.clone();
         let load: Arc<dyn Fn() -> NodeLoad + Send + Sync> = Arc::new(move || {
             let load = loads.load();
@@ -158,7 +162,9 @@ pub(super) async fn run(process: Process, listener: TcpListener, address: String
         tracing::warn!("grace is over, running work is given up");
     }
     closed.cancel();
-    serving.await.context("the server broke off")
+    let served = serving.await.context("the server broke off");
+    drop(gauges);
+    served
 }
 
 fn load(config: &Config, role: Role) -> Result<Loaded> {

@@ -5,6 +5,7 @@
 mod admin;
 mod common;
 mod compute;
+mod gauges;
 mod remote;
 mod router;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use hypic_cluster::{Expected, Peer, Role};
+use hypic_cluster::{Expected, MemberRecord, Peer, Protocols, Role};
 use hypic_kernels::Cpu;
 use hypic_model::families::describe;
 use hypic_router::{Fleet, Front, Router, RouterConfig, Served, View};
@@ -17,7 +17,7 @@ use hypic_transport::{Combine, Scatter};
 use tokio::sync::watch;
 
 use super::remote::Member;
-use super::{Process, common};
+use super::{Process, common, gauges};
 use crate::config::Config;
 use crate::served::{compute_dtype, served};
 
@@ -36,9 +36,23 @@ pub(super) async fn run(process: Process, front: Front) -> Result<()> {
         kernel_set: process.config.model.kernel_set.clone(),
         format: u32::from(FORMAT_VERSION),
     };
-    let joined = common::join(&process, None, vec![Role::ScatterWorker, Role::Combiner], expected, tls)?;
+    let own = MemberRecord {
+        id: process.id.clone(),
+        role: Role::Router,
+        addresses: front.grpc_address().map(|address| address.to_string()).into_iter().collect(),
+        fingerprint: expected.fingerprint,
+        dtype: expected.dtype.clone(),
+        kernel_set: process.config.model.kernel_set.clone().unwrap_or_default(),
+        format: expected.format,
+        protocols: Protocols::OWN,
+        prefix_fixed_bytes: 0,
+        prefix_token_bytes: 0,
+        prefix_budget_bytes: 0,
+    };
+    let joined = common::join(&process, Some(own), vec![Role::ScatterWorker, Role::Combiner], expected, tls)?;
     let fleet = Arc::new(Fleet::new(View::default()));
     let live = joined.peers.as_ref().context("a router dials members")?.live();
+    let _gauges = gauges::of_members(joined.peers.as_ref().context("a router dials members")?);
     let following = tokio::spawn(keep(live, fleet.clone(), process.id.to_string()));
     let section = &process.config.router;
     let settings = RouterConfig {
@@ -49,7 +63,14 @@ pub(super) async fn run(process: Process, front: Front) -> Result<()> {
     };
     let router = Arc::new(Router::new(settings, served, text, fleet));
     process.readiness.loaded();
+    let leaving = process.shutdown.clone();
+    let left = tokio::spawn(async move {
+        leaving.cancelled().await;
+        joined.membership.leave().await;
+        joined
+    });
     front.serve(router, process.shutdown.clone(), process.config.shutdown.grace).await;
+    left.await.context("leaving the members broke off")?;
     following.abort();
     Ok(())
 }
