@@ -14,6 +14,7 @@ mod text;
 use std::sync::Arc;
 use std::time::Instant;
 
+use hypic_telemetry::{AttemptKind, metrics};
 use hypic_transport::{ChoiceEnd, CombineError, GenerationEvent, TokenEvent};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -262,6 +263,10 @@ impl Running {
             };
             let round = Round::start(&self.core, &self.ask, &avoid, &self.told, &self.text, &self.cancel);
             if let Some(round) = round {
+                match why {
+                    CombineError::Gone(_) | CombineError::ShuttingDown => metrics().failover(),
+                    _ => metrics().retry(AttemptKind::Compose),
+                }
                 self.round = round;
                 return Turn::On;
             }

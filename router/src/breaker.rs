@@ -81,6 +81,16 @@ impl Breakers {
         }
     }
 
+    /// How many of `workers` get no work at all, and how many are on trial.
+    pub fn open_and_trying<'a>(&self, workers: impl Iterator<Item = &'a str>) -> (u64, u64) {
+        let (states, now) = (self.0.lock(), Instant::now());
+        workers.fold((0, 0), |(open, trying), worker| match states.get(worker) {
+            None | Some(State::Closed(_)) => (open, trying),
+            Some(State::Open(until)) if now < *until => (open + 1, trying),
+            Some(State::Open(_) | State::Probing) => (open, trying + 1),
+        })
+    }
+
     /// Forget workers that are not members.
     pub fn retain(&self, is_member: impl Fn(&str) -> bool) {
         self.0.lock().retain(|worker, _| is_member(worker));
@@ -102,8 +112,11 @@ mod tests {
             end(verdict);
             assert!(breakers.allows("w"), "{verdict:?}: never three in a row");
         }
+        let counts = || breakers.open_and_trying(["w", "other"].into_iter());
+        assert_eq!(counts(), (0, 0));
         end(Verdict::Bad);
         assert!(!breakers.allows("w") && breakers.allows("other"));
+        assert_eq!(counts(), (1, 0));
 
         tokio::time::advance(config.breaker_cool_down - Duration::from_millis(1)).await;
         assert!(!breakers.allows("w"));
@@ -111,6 +124,7 @@ mod tests {
         assert!(breakers.allows("w"));
         breakers.begin("w");
         assert!(!breakers.allows("w"), "one probe at a time");
+        assert_eq!(counts(), (0, 1));
         end(Verdict::Neutral);
         assert!(breakers.allows("w"), "a probe that says nothing is repeated");
         breakers.begin("w");

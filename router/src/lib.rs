@@ -19,6 +19,7 @@ mod plan;
 mod router;
 mod running;
 mod seconds;
+mod stats;
 #[cfg(test)]
 mod testing;
 mod validate;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use hypic_cache::{EntryKey, PrefixKey};
 use hypic_state::ComposeRule;
+use hypic_telemetry::metrics;
 use hypic_text::Tokenized;
 use hypic_transport::{
     Combine, Delivery, Plan, PlanSegment, PrefillJob, PrefixHit, SavePoint, SegmentBody, TransferId,
@@ -200,6 +201,9 @@ impl Planner<'_> {
         }
         planned.plan.query = tokens.query[start.saturating_sub(at)..].to_vec();
         place(&placer, &mut planned.wanted);
+        let speed = self.core.fleet.balancer().speed();
+        let bound = bound_alone(&computed(&planned.wanted, |rows| speed.time(rows)), placer.workers());
+        (0..bound).for_each(|_| metrics().makespan_bound_segment());
         Some(planned)
     }
 
@@ -354,6 +358,23 @@ fn place(placer: &Placer<'_>, wanted: &mut [Wanted]) {
             wanted[i].from = Origin::Worker(placement);
         }
     }
+}
+
+/// Times of the segments that workers are to compute.
+fn computed(wanted: &[Wanted], time: impl Fn(usize) -> Duration) -> Vec<Duration> {
+    let is_computed = |wanted: &&Wanted| match &wanted.from {
+        // One who joins a computation has no charge.
+        Origin::Worker(placement) => !placement.held_only && placement.charge.is_some(),
+        Origin::Combiner | Origin::LastResort => false,
+    };
+    wanted.iter().filter(is_computed).map(|wanted| time(rows(&wanted.job))).collect()
+}
+
+/// How many take longer alone than all others spread over `workers`: they bound the makespan.
+fn bound_alone(times: &[Duration], workers: usize) -> usize {
+    let all: Duration = times.iter().sum();
+    let workers = u32::try_from(workers.max(1)).unwrap_or(u32::MAX);
+    times.iter().filter(|&&time| time > (all - time) / workers).count()
 }
 
 fn empty_plan(

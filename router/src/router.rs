@@ -5,9 +5,11 @@ use std::time::Instant;
 
 use hypic_cache::KeySpace;
 use hypic_state::ComposeRule;
+use hypic_telemetry::{BreakerState, Observation, Stage, metrics, names};
 use hypic_text::{ChatPrompt, RawPrompt, TextError, TextErrorKind, TextPipeline, TokenMemo, Tokenized};
 use hypic_transport::SamplingParams;
 use tokio::sync::mpsc;
+use tracing::{Instrument, Span};
 
 use crate::answer::{Ask, Running, TextSide};
 use crate::api::{
@@ -86,6 +88,17 @@ impl Core {
         let budget = Budget::new(&config.faults);
         Core { config, space, fleet, flights: Flights::default(), breakers: Breakers::default(), budget }
     }
+
+    /// Members whose breaker is in this state.
+    fn breakers_in(&self, state: BreakerState) -> u64 {
+        let view = self.fleet.view();
+        let (open, trying) = self.breakers.open_and_trying(view.scatter.iter().map(|worker| worker.id()));
+        match state {
+            BreakerState::Closed => view.scatter.len() as u64 - open - trying,
+            BreakerState::Open => open,
+            BreakerState::HalfOpen => trying,
+        }
+    }
 }
 
 /// Answers requests by planning them over scatter workers and combiners.
@@ -94,6 +107,7 @@ pub struct Router {
     served: Served,
     text: Option<Arc<TextPipeline>>,
     memo: Arc<TokenMemo>,
+    _observed: Vec<Observation>,
 }
 
 impl Router {
@@ -101,7 +115,11 @@ impl Router {
     pub fn new(config: RouterConfig, served: Served, text: Option<Arc<TextPipeline>>, fleet: Arc<Fleet>) -> Self {
         let memo = Arc::new(TokenMemo::new(config.memo_bytes));
         let core = Arc::new(Core::new(config, served.space, fleet));
-        Router { core, served, text, memo }
+        let observed = BreakerState::ALL.iter().map(|&state| {
+            let core = core.clone();
+            hypic_telemetry::observe(&names::BREAKERS, &[state.into()], move || core.breakers_in(state))
+        });
+        Router { _observed: observed.collect(), core, served, text, memo }
     }
 
     /// The model that is served.
@@ -212,11 +230,16 @@ impl Engine for Router {
         validate(&request)?;
         let stops = hypic_text::StopMatcher::new(request.stop.clone()).map_err(text_error)?;
         let salt: Arc<[u8]> = salt(request.tenant.as_deref(), request.options.salt.as_deref()).into();
+        let before = Instant::now();
         let prompt = self.tokenize(&request, &salt).await?;
+        metrics().stage(Stage::Tokenize, before.elapsed());
         let max_tokens = self.check(&request, &prompt)?;
         let choices = self.choices(&request)?;
         let deadline = request.deadline.and_then(|d| arrived.checked_add(d));
         let settings = self.settings(&request, &prompt, salt, deadline);
+        let span = Span::current();
+        span.record(names::ATTRIBUTE_REQUEST, &*settings.request);
+        span.record(names::ATTRIBUTE_MODE, tracing::field::display(settings.mode));
         let tokens = prompt.tokens;
         let penalized = choices.iter().any(|c| c.repetition_penalty != 1.0);
         let prompt_ids = if penalized {
@@ -231,7 +254,7 @@ impl Engine for Router {
         let text = TextSide::new(self.text.as_ref(), &stops, request.n as usize);
         let progress = Progress::default();
         let running = Running::start(self.core.clone(), ask, text, progress.clone())?;
-        tokio::spawn(running.drive(events));
+        tokio::spawn(running.drive(events).instrument(span));
         Ok(Answer { events: receiver, progress })
     }
 

@@ -8,8 +8,10 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
 
-use crate::api::{Engine, Error, ErrorKind, Event, Request};
+use crate::api::{Answer, Engine, Error, ErrorKind, Event, Request};
+use crate::stats::Asked;
 use crate::validate::validate;
 
 /// What all answers of a front share.
@@ -30,7 +32,22 @@ impl<E: Engine> Shared<E> {
     }
 
     /// Begin to answer.
-    pub(crate) async fn start(&self, mut request: Request) -> Result<Running, Error> {
+    pub(crate) async fn start(&self, request: Request, mut asked: Asked) -> Result<Running, Error> {
+        asked.choices(request.n);
+        let span = asked.span().clone();
+        match self.begin(request).instrument(span).await {
+            Ok((answer, limits)) => {
+                asked.taken(answer.progress);
+                Ok(Running { events: answer.events, limits, asked, ended: false })
+            }
+            Err(error) => {
+                asked.failed(&error, self.drain.is_cancelled() && error.kind == ErrorKind::Unavailable);
+                Err(error)
+            }
+        }
+    }
+
+    async fn begin(&self, mut request: Request) -> Result<(Answer, Limits), Error> {
         if self.drain.is_cancelled() {
             return Err(shutting_down());
         }
@@ -51,7 +68,7 @@ impl<E: Engine> Shared<E> {
             answer = self.engine.generate(request) => answer?,
             error = limits.reached() => return Err(error),
         };
-        Ok(Running { events: answer.events, limits, ended: false })
+        Ok((answer, limits))
     }
 }
 
@@ -59,6 +76,7 @@ impl<E: Engine> Shared<E> {
 pub(crate) struct Running {
     events: mpsc::Receiver<Event>,
     limits: Limits,
+    asked: Asked,
     ended: bool,
 }
 
@@ -72,7 +90,17 @@ impl Running {
             error = self.limits.reached() => Event::Failed(error),
         };
         if let Event::Failed(error) = &event {
+            let _request = self.asked.span().enter();
             tracing::info!(kind = ?error.kind, param = error.param, error = error.message, "request failed");
+        }
+        match &event {
+            Event::Delta(_) => self.asked.answering(),
+            Event::Finished { .. } => {}
+            Event::Report(report) => self.asked.done(report),
+            Event::Failed(error) => {
+                let draining = self.limits.abort.is_cancelled() && error.kind == ErrorKind::Unavailable;
+                self.asked.failed(error, draining);
+            }
         }
         self.ended = matches!(event, Event::Failed(_) | Event::Report(_));
         event

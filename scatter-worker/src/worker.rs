@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, ready};
-use hypic_cache::{Claim, EntryKey, Flight, Source, Store};
+use hypic_cache::{Claim, EntryKey, Flight, Lead, Source, Store};
 use hypic_kernels::Backend;
 use hypic_model::Model;
 use hypic_state::Stored;
@@ -38,16 +38,21 @@ impl WorkerConfig {
     }
 }
 
-/// A scatter worker in this process. `P` is what its store keeps beside entries; the worker does not look into it. Dropping it stops its thread after the pass at hand; jobs that it
-/// has not done fail.
+/// A scatter worker in this process. `P` is what its store keeps beside entries; the worker does not look into it.
+/// Dropping it stops its thread after the pass at hand; jobs that it has not done fail.
 pub struct Worker<B: Backend, P: Stored> {
+    desk: Arc<Desk<B, P>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Where jobs are taken.
+struct Desk<B: Backend, P: Stored> {
     id: String,
     store: Store<B, P>,
     transport: Arc<dyn Transport<B>>,
     backlog: Backlog,
     commands: std::sync::mpsc::Sender<Command<B>>,
     interest: Interest,
-    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl<B: Backend, P: Stored> Worker<B, P> {
@@ -68,62 +73,74 @@ impl<B: Backend, P: Stored> Worker<B, P> {
         let thread = std::thread::Builder::new()
             .name(id.clone())
             .spawn(move || device::Device::new(config, backend, model, queue).run())?;
-        let (backlog, thread) = (Backlog::default(), Mutex::new(Some(thread)));
-        Ok(Worker { id, store, transport, backlog, commands, interest, thread })
+        let desk = Desk { id, store, transport, backlog: Backlog::default(), commands, interest };
+        Ok(Worker { desk: Arc::new(desk), thread: Mutex::new(Some(thread)) })
     }
 
     /// Tokens of the segments that it has still to prefill.
     pub fn backlog_tokens(&self) -> u64 {
-        self.backlog.tokens()
+        self.desk.backlog.tokens()
     }
+}
 
-    fn begin(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
-        let PrefillJob { key, tokens, seam, anchor, salt, to, held_only, deadline, cancel, .. } = job;
-        if held_only && !self.store.contains(key) {
+impl<B: Backend, P: Stored> Desk<B, P> {
+    fn begin(self: Arc<Self>, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
+        if job.held_only && !self.store.contains(job.key) {
             return ready(Err(JobError::NotHere(self.id.clone()))).boxed();
         }
-        let worker = self.id.clone();
-        let parcel =
-            |source: Source<B>, anchor: &Arc<[u32]>| Parcel { to, key, anchor: anchor.clone(), salt, source, deadline };
-        match self.store.claim(key, &tokens, seam) {
+        match self.store.claim(job.key, &job.tokens, job.seam) {
             Claim::Hit(entry) => {
-                let delivery = self.transport.deliver(parcel(Source::Entry(entry), &anchor));
-                finish(worker, cancel, delivery, ready(Ok(JobSource::Held)).boxed()).boxed()
+                let delivery = self.deliver(&job, Source::Entry(entry));
+                finish(self.id.clone(), job.cancel, delivery, ready(Ok(JobSource::Held)).boxed()).boxed()
             }
-            Claim::Join(flight) => {
-                let wanted = self.interest.add(key, cancel.clone());
-                let delivery = self.transport.deliver(parcel(Source::Flight(flight.clone()), &anchor));
-                let name = worker.clone();
-                let landed = async move {
-                    let _wanted = wanted;
-                    match landed(&flight).await {
-                        Ok(()) => Ok(JobSource::Shared),
-                        Err(reason) => Err(JobError::Failed { worker: name, reason: reason.to_string() }),
-                    }
-                };
-                finish(worker, cancel, delivery, landed.boxed()).boxed()
-            }
+            Claim::Join(flight) => self.follow(job, flight).boxed(),
             // It was there a moment ago.
-            Claim::Lead(lead) if held_only => {
+            Claim::Lead(lead) if job.held_only => {
                 lead.fail("evicted while it was asked for");
-                ready(Err(JobError::NotHere(worker))).boxed()
+                ready(Err(JobError::NotHere(self.id.clone()))).boxed()
             }
-            Claim::Lead(lead) => {
-                let wanted = self.interest.add(key, cancel.clone());
-                let delivery = self.transport.deliver(parcel(Source::Flight(lead.flight().clone()), &anchor));
-                let (reply, answer) = oneshot::channel();
-                let gone = JobError::Gone(self.id.clone());
-                let charge = self.backlog.charge(anchor.len() + tokens.len());
-                let work = Work { lead, tokens, seam, anchor, wanted, reply };
-                // If the thread has stopped the work is dropped, and with it its lead and its reply.
-                _ = self.commands.send(Command::Prefill(work));
-                let computed = async move {
-                    let _charge = charge;
-                    answer.await.unwrap_or(Err(gone))
-                };
-                finish(worker, cancel, delivery, computed.boxed()).boxed()
-            }
+            Claim::Lead(lead) => self.lead(job, lead),
         }
+    }
+
+    fn deliver(&self, job: &PrefillJob, source: Source<B>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
+        let PrefillJob { key, anchor, salt, to, deadline, .. } = job.clone();
+        self.transport.deliver(Parcel { to, key, anchor, salt, source, deadline })
+    }
+
+    /// Follow the making of an entry by another: a computation here, or a transfer to this store. One that fails is no
+    /// answer: the job is begun anew.
+    async fn follow(self: Arc<Self>, job: PrefillJob, flight: Arc<Flight<B>>) -> Result<JobOutcome, JobError> {
+        let wanted = self.interest.add(job.key, job.cancel.clone());
+        let delivery = self.deliver(&job, Source::Flight(flight.clone()));
+        let worker = self.id.clone();
+        let made =
+            async move { landed(&flight).await.map(|()| JobSource::Shared).map_err(|reason| reason.to_string()) };
+        let failed = |reason| JobError::Failed { worker, reason };
+        let made = made.map(|made| made.map_err(failed)).boxed();
+        let done = finish(self.id.clone(), job.cancel.clone(), delivery, made).await;
+        drop(wanted);
+        match done {
+            Err(JobError::Failed { .. }) => self.begin(job).await,
+            done => done,
+        }
+    }
+
+    fn lead(self: Arc<Self>, job: PrefillJob, lead: Lead<B>) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
+        let wanted = self.interest.add(job.key, job.cancel.clone());
+        let delivery = self.deliver(&job, Source::Flight(lead.flight().clone()));
+        let (reply, answer) = oneshot::channel();
+        let gone = JobError::Gone(self.id.clone());
+        let PrefillJob { tokens, seam, anchor, cancel, .. } = job;
+        let charge = self.backlog.charge(anchor.len() + tokens.len());
+        let work = Work { lead, tokens, seam, anchor, wanted, reply };
+        // If the thread has stopped the work is dropped, and with it its lead and its reply.
+        _ = self.commands.send(Command::Prefill(work));
+        let computed = async move {
+            let _charge = charge;
+            answer.await.unwrap_or(Err(gone))
+        };
+        finish(self.id.clone(), cancel, delivery, computed.boxed()).boxed()
     }
 }
 
@@ -179,7 +196,7 @@ impl Drop for BacklogCharge {
 
 impl<B: Backend, P: Stored> Scatter for Worker<B, P> {
     fn id(&self) -> &str {
-        &self.id
+        &self.desk.id
     }
 
     fn is_running(&self) -> bool {
@@ -187,17 +204,17 @@ impl<B: Backend, P: Stored> Scatter for Worker<B, P> {
     }
 
     fn holds(&self, key: EntryKey) -> bool {
-        self.store.contains(key)
+        self.desk.store.contains(key)
     }
 
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
-        self.begin(job)
+        self.desk.clone().begin(job)
     }
 }
 
 impl<B: Backend, P: Stored> Drop for Worker<B, P> {
     fn drop(&mut self) {
-        _ = self.commands.send(Command::Stop);
+        _ = self.desk.commands.send(Command::Stop);
         if let Some(thread) = self.thread.lock().take() {
             _ = thread.join();
         }

@@ -75,14 +75,15 @@ impl Peer {
         self.latest.lock().1
     }
 
-    /// Whether the membership still lists it. If not, it is only good for what it has.
+    /// Whether the membership still lists it. If not, it is not dialled again once its connection is lost.
     pub fn listed(&self) -> bool {
         self.listed.load(Ordering::Acquire)
     }
 
-    /// Whether it may be given new work: alive, listed and serving.
+    /// Whether it may be given new work: alive and serving by its own word. A lease that lapsed while the membership's
+    /// store was away says nothing about that; a member that leaves says that it drains.
     pub fn takes_work(&self) -> bool {
-        self.listed() && self.state() == NodeState::Serving && !self.down.is_cancelled()
+        self.state() == NodeState::Serving && !self.down.is_cancelled()
     }
 
     /// Cancelled when the member is lost: its connection broke, its heartbeats stopped, or somebody else answers.

@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use futures::stream::{FuturesUnordered, StreamExt};
+use hypic_telemetry::{AttemptKind, TransferFailure, metrics, names};
 use hypic_transport::{Combine, Delivery, JobError, JobOutcome, JobSource, PrefillJob, TransferId};
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{Instrument, info, info_span, warn};
 
 use crate::balance::Charge;
 use crate::breaker::Verdict;
@@ -79,6 +80,7 @@ struct Attempt {
     charge: Option<Charge>,
     boarded: Option<Boarded>,
     last_resort: bool,
+    begun: Instant,
 }
 
 impl Jobs {
@@ -196,7 +198,7 @@ impl Jobs {
         self.core.breakers.begin(&id);
         let deadline = entry.job.deadline.into_iter().chain([until.into_std()]).min();
         let (attempt, job) = self.attempt(i, id.clone(), held_only, deadline, charge, boarded);
-        let answer = worker.prefill(job);
+        let answer = ask(&id, job, |job| worker.prefill(job));
         self.steps.push(Box::pin(async move {
             let result = tokio::select! {
                 biased;
@@ -219,7 +221,8 @@ impl Jobs {
         if let Some(attempt) = self.attempts.get_mut(&attempt) {
             attempt.last_resort = true;
         }
-        let answer = self.combiner.prefill(job);
+        metrics().last_resort_prefill();
+        let answer = ask(self.combiner.id(), job, |job| self.combiner.prefill(job));
         self.steps.push(Box::pin(async move { Step::Ended { attempt, result: answer.await } }));
     }
 
@@ -239,7 +242,8 @@ impl Jobs {
         let cancel = self.cancel.child_token();
         let to = Delivery { transfer, ..entry.job.to.clone() };
         let job = PrefillJob { to, held_only, deadline, cancel: cancel.clone(), ..entry.job.clone() };
-        let attempt = Attempt { entry: i, worker, transfer, cancel, charge, boarded, last_resort: false };
+        let attempt =
+            Attempt { entry: i, worker, transfer, cancel, charge, boarded, last_resort: false, begun: Instant::now() };
         self.next_attempt += 1;
         self.attempts.insert(self.next_attempt, attempt);
         (self.next_attempt, job)
@@ -262,8 +266,18 @@ impl Jobs {
         }
         let outcome = match result {
             Ok(outcome) => outcome,
-            Err(error) => return self.failed(attempt, error),
+            Err(error) => {
+                if let JobError::Undelivered { .. } = error {
+                    metrics().transfer_failure(self.undelivered(&attempt));
+                }
+                return self.failed(attempt, error);
+            }
         };
+        if outcome.sent_bytes > 0 {
+            metrics().transfer_bytes(outcome.sent_bytes);
+            let (exposed, wall) = (outcome.exposed.as_secs_f64(), attempt.begun.elapsed().as_secs_f64());
+            metrics().transfer_hidden(1.0 - exposed / wall);
+        }
         if let (JobSource::Computed { busy, .. }, Some(charge)) = (outcome.source, attempt.charge.take()) {
             charge.complete(busy);
         }
@@ -291,6 +305,14 @@ impl Jobs {
         }
     }
 
+    /// Why an entry did not arrive, as far as can be told from here.
+    fn undelivered(&self, attempt: &Attempt) -> TransferFailure {
+        if attempt.cancel.is_cancelled() {
+            return TransferFailure::Cancelled;
+        }
+        if self.combiner.is_running() { TransferFailure::Other } else { TransferFailure::Disconnected }
+    }
+
     fn failed(&mut self, attempt: Attempt, error: JobError) -> Result<usize, Trouble> {
         let i = attempt.entry;
         attempt.cancel.cancel();
@@ -314,6 +336,10 @@ impl Jobs {
                 }
             });
         }
+        let kind = match error {
+            JobError::Undelivered { .. } => AttemptKind::Transfer,
+            _ => AttemptKind::Scatter,
+        };
         entry.same_again = !matches!(error, JobError::Late(_) | JobError::Gone(_));
         entry.failed.push(attempt.worker.clone());
         // Its flight and charge are given back before somebody else is looked for.
@@ -323,6 +349,7 @@ impl Jobs {
             self.last_resort(i);
             return Ok(0);
         }
+        metrics().retry(kind);
         let wait = faults.backoff(entry.failed.len(), rand::random());
         self.steps.push(Box::pin(async move {
             sleep(wait).await;
@@ -358,12 +385,27 @@ impl Jobs {
         match placement {
             Some(placement) if self.core.budget.spend() => {
                 info!(request = %entry.job.request, slow = %slow.worker, hedge = placement.worker.id(), "a segment is hedged");
+                metrics().hedge(AttemptKind::Scatter);
                 self.entries[i].hedged = true;
                 self.send(i, placement);
             }
             _ => self.watch(i, attempt, self.core.config.faults.hedge_floor),
         }
     }
+}
+
+/// Give a job to a member, within a span of its own that the member's spans follow.
+fn ask<F: Future<Output = Result<JobOutcome, JobError>>>(
+    member: &str,
+    job: PrefillJob,
+    give: impl FnOnce(PrefillJob) -> F,
+) -> tracing::instrument::Instrumented<F> {
+    let span = info_span!(
+        names::SPAN_SCATTER,
+        { names::ATTRIBUTE_MEMBER } = member,
+        { names::ATTRIBUTE_TOKENS } = job.tokens.len() as u64
+    );
+    span.in_scope(|| give(job)).instrument(span)
 }
 
 impl Attempt {

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use hypic_telemetry::{Stage, metrics};
 use hypic_text::Tokenized;
 use hypic_transport::{Combine, GenerationEvent, PlanChoice, PrefixHit, SamplingParams};
 use tokio::sync::mpsc;
@@ -58,7 +59,9 @@ impl Round {
         cancel: &CancellationToken,
     ) -> Option<Self> {
         let cancel = cancel.child_token();
+        let before = std::time::Instant::now();
         let planned = Planner { core }.plan(&ask.settings, &ask.tokens, avoid, &cancel)?;
+        metrics().stage(Stage::Plan, before.elapsed());
         let Planned { combiner, mut plan, wanted, segments, query } = planned;
         let choice = |(i, sampling): (usize, &SamplingParams)| {
             let cancel = cancel.child_token();

@@ -2,6 +2,7 @@
 
 mod failover;
 mod segments;
+mod stats;
 
 use std::time::Duration;
 

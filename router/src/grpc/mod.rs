@@ -13,6 +13,7 @@ use futures::stream::BoxStream;
 use hypic_proto::FILE_DESCRIPTOR_SET;
 use hypic_proto::v1::inference_server::{Inference, InferenceServer};
 use hypic_proto::v1::{GenerateRequest, GenerateResponse, GetModelRequest, Model, ModelsRequest, ModelsResponse};
+use hypic_telemetry::Protocol;
 use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::service::Routes;
 use tonic::service::interceptor::InterceptedService;
@@ -22,6 +23,7 @@ use crate::api::{Engine, Error, ErrorKind, Event, ModelCard};
 use crate::auth::{ApiKeys, Tenant};
 use crate::front::FrontConfig;
 use crate::running::Shared;
+use crate::stats::{self, Asked};
 
 /// How often the health service asks the engine how it is.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
@@ -91,7 +93,8 @@ async fn report_health<E: Engine>(reporter: tonic_health::server::HealthReporter
 
 fn authenticate(keys: Option<&ApiKeys>, metadata: &MetadataMap) -> Result<Option<Tenant>, Status> {
     let Some(keys) = keys else { return Ok(None) };
-    let tenant = keys.check(metadata.get("authorization").map(|value| value.as_bytes())).map_err(status)?;
+    let tenant = keys.check(metadata.get("authorization").map(|value| value.as_bytes()));
+    let tenant = tenant.inspect_err(|error| stats::refused(Protocol::Grpc, error)).map_err(status)?;
     Ok(Some(Tenant(tenant)))
 }
 
@@ -123,13 +126,23 @@ struct Service<E> {
 }
 
 impl<E: Engine> Service<E> {
-    fn check_model(&self, id: &str) -> Result<&ModelCard, Status> {
+    fn check_model(&self, id: &str) -> Result<&ModelCard, Error> {
         let served = self.shared.engine.model();
         if id == served.id {
             return Ok(served);
         }
         let message = format!("the model '{id}' does not exist: this server has '{}'", served.id);
-        Err(status(Error { param: Some("model".into()), ..Error::new(ErrorKind::NotFound, message) }))
+        Err(Error { param: Some("model".into()), ..Error::new(ErrorKind::NotFound, message) })
+    }
+
+    fn read(&self, request: Request<GenerateRequest>) -> Result<crate::Request, Error> {
+        let deadline = deadline::of_call(request.metadata())?;
+        let tenant = request.extensions().get::<Tenant>().map(|tenant| tenant.0.clone());
+        let message = request.into_inner();
+        if !message.model.is_empty() {
+            self.check_model(&message.model)?;
+        }
+        Ok(crate::Request { tenant, ..convert::request(message, deadline)? })
     }
 }
 
@@ -138,20 +151,18 @@ impl<E: Engine> Inference for Service<E> {
     type GenerateStream = BoxStream<'static, Result<GenerateResponse, Status>>;
 
     async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let deadline = deadline::of_call(request.metadata()).map_err(status)?;
-        let tenant = request.extensions().get::<Tenant>().map(|tenant| tenant.0.clone());
-        let message = request.into_inner();
-        if !message.model.is_empty() {
-            self.check_model(&message.model)?;
-        }
-        let request = crate::Request { tenant, ..convert::request(message, deadline).map_err(status)? };
+        let mut asked = Asked::over_grpc(request.metadata());
+        let request = self.read(request).inspect_err(|error| asked.failed(error, false)).map_err(status)?;
         let named = convert::named(&request.prompt);
-        let running = self.shared.start(request).await.map_err(named).map_err(status)?;
-        let events = futures::stream::unfold(Some(running), |running| async move {
-            let mut running = running?;
+        let running = self.shared.start(request, asked).await.map_err(named).map_err(status)?;
+        // The answer is kept until its last event was sent on.
+        let events = futures::stream::unfold((running, false), |(mut running, ended)| async move {
+            if ended {
+                return None;
+            }
             let event = running.next().await;
-            let rest = matches!(event, Event::Delta(_) | Event::Finished { .. }).then_some(running);
-            Some((convert::event(event).map_err(status), rest))
+            let ended = matches!(event, Event::Report(_) | Event::Failed(_));
+            Some((convert::event(event).map_err(status), (running, ended)))
         });
         Ok(Response::new(Box::pin(events)))
     }
@@ -161,7 +172,7 @@ impl<E: Engine> Inference for Service<E> {
     }
 
     async fn get_model(&self, request: Request<GetModelRequest>) -> Result<Response<Model>, Status> {
-        let served = self.check_model(&request.get_ref().id)?;
+        let served = self.check_model(&request.get_ref().id).map_err(status)?;
         Ok(Response::new(convert::model(served)))
     }
 }

@@ -35,6 +35,11 @@ impl From<Error> for Failure {
 }
 
 impl Failure {
+    /// What went wrong.
+    pub(super) fn error(&self) -> &Error {
+        &self.error
+    }
+
     /// The same failure under a more telling status.
     pub(super) fn with_status(self, status: StatusCode) -> Self {
         Failure { status, ..self }

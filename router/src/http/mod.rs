@@ -19,6 +19,7 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use hypic_telemetry::Protocol;
 use serde_json::{Value, json};
 use tower_http::trace::TraceLayer;
 
@@ -28,6 +29,7 @@ use crate::api::{Engine, Error, ErrorKind, ModelCard};
 use crate::auth::{ApiKeys, Tenant};
 use crate::front::FrontConfig;
 use crate::running::Shared;
+use crate::stats::{self, Asked};
 
 /// The two endpoints that answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +82,10 @@ async fn authenticate(State(keys): State<Arc<ApiKeys>>, mut request: Request, ne
             request.extensions_mut().insert(Tenant(tenant));
             next.run(request).await
         }
-        Err(error) => Failure::from(error).into_response(),
+        Err(error) => {
+            stats::refused(Protocol::Http, &error);
+            Failure::from(error).into_response()
+        }
     }
 }
 
@@ -134,12 +139,15 @@ async fn completion<E: Engine>(State(http): State<Http<E>>, request: Request) ->
 async fn answer<E: Engine>(http: Http<E>, shape: Shape, request: Request) -> Result<Response, Failure> {
     let served = http.shared.engine.model();
     let (parts, body) = request.into_parts();
-    let mut call = params::read_call(body::read_json(&parts.headers, body, http.limits).await?, shape, &served.id)?;
+    let mut asked = Asked::over_http(&parts.headers);
+    let body = body::read_json(&parts.headers, body, http.limits).await;
+    let call = body.and_then(|body| params::read_call(body, shape, &served.id));
+    let mut call = call.inspect_err(|failure| asked.failed(failure.error(), false))?;
     call.request.tenant = parts.extensions.get::<Tenant>().map(|tenant| tenant.0.clone());
     let identity = Identity::new(shape, &served.id);
     let choices = call.request.n;
     let named = call.named();
-    let running = http.shared.start(call.request).await.map_err(named)?;
+    let running = http.shared.start(call.request, asked).await.map_err(named)?;
     if call.stream {
         answer::stream(running, identity, choices, call.include_usage, http.keep_alive).await
     } else {

@@ -418,3 +418,12 @@ fn states_are_not_shared_across_settings() {
     }
     assert!(bench.plan(&settings(Mode::Hypic), &[&segment], &[1, 2]).plan.resume.is_some());
 }
+
+#[test]
+fn a_segment_bounds_the_makespan_if_the_others_are_done_before_it() {
+    let times = |times: &[u64]| times.iter().map(|&ms| Duration::from_millis(ms)).collect::<Vec<_>>();
+    assert_eq!(bound_alone(&times(&[]), 4), 0);
+    assert_eq!(bound_alone(&times(&[100, 10, 10, 10]), 2), 1);
+    assert_eq!(bound_alone(&times(&[20, 20, 20, 20]), 2), 0, "30 for the others");
+    assert_eq!(bound_alone(&times(&[100, 200]), 1), 1, "one worker does them in turn");
+}

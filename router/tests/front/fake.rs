@@ -19,6 +19,9 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 /// A request as it reached the engine, and the way to answer it.
 pub struct Asked {
     pub request: Request,
+    /// The trace context in which it was asked.
+    #[allow(dead_code, reason = "not every test crate looks at it")]
+    pub trace: Option<String>,
     pub events: mpsc::Sender<Event>,
 }
 
@@ -48,7 +51,7 @@ impl Engine for Fake {
             return Err(error);
         }
         let (sender, events) = mpsc::channel(16);
-        let _ = self.asked.send(Asked { request, events: sender });
+        let _ = self.asked.send(Asked { request, trace: hypic_telemetry::traceparent(), events: sender });
         Ok(Answer { events, progress: Progress::default() })
     }
 
@@ -105,6 +108,12 @@ impl Server {
 
     pub fn refuse(&self, error: Error) {
         *self.fake.refuse.lock().expect("no panic") = Some(error);
+    }
+
+    /// Refuse no more.
+    #[allow(dead_code, reason = "not every test crate asks for it")]
+    pub fn accept(&self) {
+        *self.fake.refuse.lock().expect("no panic") = None;
     }
 
     /// The next request that reaches the engine.

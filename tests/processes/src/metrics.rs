@@ -46,7 +46,7 @@ pub async fn scrape(address: &str) -> Option<Samples> {
 /// Wait until none of the members, each a name and HOST:PORT, has work under way.
 ///
 /// # Panics
-/// If one still has after `limit`, telling which and what, or if none exports any gauge of work.
+/// If one still has after `limit`, telling which and what, or if combiners export no gauge of work.
 pub async fn settled(members: &[(String, String)], limit: Duration) {
     let began = tokio::time::Instant::now();
     let mut known = 0;
@@ -61,7 +61,9 @@ pub async fn settled(members: &[(String, String)], limit: Duration) {
         };
         known += until(left, &format!("{name} has nothing under way"), check).await;
     }
-    assert!(known > 0, "no member exports any of {WORK:?}");
+    // Combiners have such work; when all are dead, nobody has.
+    let combiners = members.iter().any(|(name, _)| name.starts_with("combiner"));
+    assert!(known > 0 || !combiners, "no member exports any of {WORK:?}");
 }
 
 #[cfg(test)]

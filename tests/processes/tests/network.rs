@@ -51,15 +51,16 @@ async fn parts_that_are_damaged_late_or_lost_are_made_again() {
         Fault::Delay(Duration::from_millis(5)),
         Fault::Duplicate,
         Fault::Drop,
-        Fault::Cut,
         Fault::Hold,
+        Fault::Cut,
     ];
     for (i, fault) in faults.into_iter().enumerate() {
         let before = parts.received(Direction::Forth);
         parts.set(Direction::Forth, fault);
         let request = request(100 + i as u64);
         let answer = ask(&roles.base(), &request).await.unwrap_or_else(|why| panic!("{fault:?}: {why:?}"));
-        if fault != Fault::Cut {
+        // A connection that broke before may not be there again yet.
+        if !matches!(fault, Fault::Cut | Fault::Drop | Fault::Hold) {
             assert!(parts.received(Direction::Forth) > before, "{fault:?}: no part came by");
         }
         answers.push((request, answer, format!("{fault:?}")));
@@ -128,9 +129,13 @@ async fn members_behind_a_silent_network() {
         let proxy = &proxies[0];
         for direction in [Direction::Forth, Direction::Back] {
             proxy.set(direction, Fault::Hold);
-            let request = request(400 + 2 * i as u64 + u64::from(direction == Direction::Back));
-            let answer = ask(&roles.base(), &request).await.unwrap_or_else(|why| panic!("{i} {direction:?}: {why:?}"));
-            answers.push((request, answer, format!("{i} {direction:?}")));
+            // Two at a time, so that each combiner has one.
+            let pair = [0, 1].map(|k| request(400 + 4 * i as u64 + 2 * u64::from(direction == Direction::Back) + k));
+            let under_way = pair.clone().map(|request| asked(roles.base(), request));
+            for (request, answer) in pair.into_iter().zip(under_way) {
+                let answer = answer.await.expect("no panic").unwrap_or_else(|why| panic!("{i} {direction:?}: {why:?}"));
+                answers.push((request, answer, format!("{i} {direction:?}")));
+            }
             proxy.set(direction, Fault::None);
             roles.settled(NOTICED + SETTLE, &[]).await;
         }

@@ -33,7 +33,13 @@ pub(super) struct Readiness {
 
 impl Readiness {
     pub fn new(role: Role, draining: CancellationToken) -> Arc<Self> {
-        Arc::new(Readiness { role, loaded: AtomicBool::new(false), draining, joined: OnceCell::new(), listed: AtomicBool::new(false) })
+        Arc::new(Readiness {
+            role,
+            loaded: AtomicBool::new(false),
+            draining,
+            joined: OnceCell::new(),
+            listed: AtomicBool::new(false),
+        })
     }
 
     /// The model is there and the role serves.

@@ -8,9 +8,7 @@ use hypic_cache::Store;
 use hypic_cluster::{Field, Mismatches, Peer, Peers, Role};
 use hypic_combiner::{Combiner, CombinerLoad, PrefixState};
 use hypic_kernels::Cpu;
-use hypic_telemetry::{
-    EvictionReason, MemberRole, MismatchField, Observation, SequenceState, metrics, names, observe,
-};
+use hypic_telemetry::{EvictionReason, MemberRole, MismatchField, Observation, SequenceState, metrics, names, observe};
 use hypic_transport::Exchange;
 use tokio::time::sleep;
 
@@ -55,7 +53,7 @@ pub(super) fn of_members(peers: &Peers) -> Vec<Observation> {
 }
 
 /// Between two looks at counts that others keep.
-const LOOK: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Export what goes from a store, until the process ends.
 pub(super) async fn count_evictions(store: Store<Cpu, PrefixState<Cpu>>) {
