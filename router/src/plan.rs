@@ -51,7 +51,7 @@ impl Default for PlanCosts {
             transfer: Duration::from_micros(500),
             transfer_per_token: Duration::from_micros(5),
             waiting: Duration::from_millis(250),
-            sequence: Duration::from_millis(10),
+            sequence: Duration::from_millis(2),
         }
     }
 }

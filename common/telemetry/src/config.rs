@@ -51,7 +51,7 @@ impl Default for TelemetryConfig {
             export_interval: Duration::from_secs(15),
             shutdown_timeout: Duration::from_secs(2),
             log_format: LogFormat::Text,
-            log_filter: "info".into(),
+            log_filter: "info,opentelemetry=warn,opentelemetry_sdk=warn".into(),
             service_name: "hypic".into(),
             instance_id: None,
             trace_sampling: 1.0,

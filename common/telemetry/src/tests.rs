@@ -78,7 +78,10 @@ fn names_are_unique_and_label_keys_have_closed_sets() {
 fn settings_are_read_and_checked() {
     let read = serde_json::from_str::<TelemetryConfig>(r#"{"log_format": "json", "export_interval": "3s"}"#).unwrap();
     assert_eq!((read.log_format, read.export_interval), (LogFormat::Json, Duration::from_secs(3)));
-    assert_eq!((read.shutdown_timeout, read.log_filter.as_str()), (Duration::from_secs(2), "info"));
+    assert_eq!(
+        (read.shutdown_timeout, read.log_filter.as_str()),
+        (Duration::from_secs(2), "info,opentelemetry=warn,opentelemetry_sdk=warn")
+    );
     assert!(serde_json::from_str::<TelemetryConfig>(r#"{"otlp": "x"}"#).unwrap_err().to_string().contains("otlp"));
     let bad = TelemetryConfig { trace_sampling: 1.5, ..Default::default() };
     assert!(Telemetry::build(&bad).unwrap_err().to_string().contains("trace_sampling"));

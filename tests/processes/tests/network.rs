@@ -54,7 +54,16 @@ async fn parts_that_are_damaged_late_or_lost_are_made_again() {
         Fault::Hold,
         Fault::Cut,
     ];
+    let mut seed = 1000;
     for (i, fault) in faults.into_iter().enumerate() {
+        // A worker whose connection broke needs a while to dial again: parts come by before the next fault is set.
+        let whole = async || {
+            seed += 1;
+            let before = parts.received(Direction::Forth);
+            ask(&roles.base(), &Request::random(seed, &[50, 50], 1)).await.expect("an answer");
+            (parts.received(Direction::Forth) > before + 10_000).then_some(())
+        };
+        until(SOON, "workers reach the combiner", whole).await;
         let before = parts.received(Direction::Forth);
         parts.set(Direction::Forth, fault);
         let request = request(100 + i as u64);

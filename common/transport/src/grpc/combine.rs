@@ -10,13 +10,14 @@ use hypic_proto::v1;
 use hypic_proto::v1::combine_client::CombineClient;
 use hypic_proto::v1::combine_server::{Combine as CombineRpc, CombineServer};
 use hypic_state::Stored;
+use hypic_telemetry::{adopt_metadata, inject_current, names};
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status, Streaming};
-use tracing::debug;
+use tracing::{Instrument, debug, info_span};
 
 use super::{Guarded, Holdings, MESSAGE_LIMIT, Receiver, Remote, Served, convert, plans, scatter};
 use crate::{Combine, CombineError, CombineLoad, GenerationEvent, JobError, JobOutcome, Plan, PrefillJob, PrefixHit};
@@ -65,7 +66,7 @@ impl Combine for RemoteCombine {
     }
 
     fn generate(&self, plan: Plan) {
-        tokio::spawn(run(self.remote.clone(), plan));
+        tokio::spawn(run(self.remote.clone(), plan).in_current_span());
     }
 
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
@@ -96,7 +97,9 @@ fn client(channel: Channel) -> CombineClient<Channel> {
 async fn call(remote: &dyn Remote, plan: &Plan) -> Result<(), CombineError> {
     let failed = |status: Status| convert::combine_error(remote.id(), &status);
     let mut client = client(remote.channel());
-    let mut stream = client.generate(plans::to_message(plan)).await.map_err(failed)?.into_inner();
+    let mut request = Request::new(plans::to_message(plan));
+    inject_current(request.metadata_mut());
+    let mut stream = client.generate(request).await.map_err(failed)?.into_inner();
     let mut cancellations = std::pin::pin!(cancel_choices(remote, plan).fuse());
     loop {
         let message = tokio::select! {
@@ -154,13 +157,16 @@ impl<B: Backend, P: Stored> CombineRpc for CombineService<B, P> {
     type GenerateStream = Guarded<Events>;
 
     async fn generate(&self, request: Request<v1::CombineRequest>) -> Result<Response<Self::GenerateStream>, Status> {
+        let span = info_span!(names::SPAN_COMPOSE, { names::ATTRIBUTE_SEGMENTS } = request.get_ref().items.len());
+        adopt_metadata(&span, request.metadata());
         let message = request.into_inner();
         let cancel = CancellationToken::new();
         let (sender, events) = mpsc::unbounded_channel();
         let plan = plans::from_message(message, self.served.vocab, &cancel, sender)?;
         let listed = Listed::new(&self.running, &plan);
         self.combine.generate(plan);
-        let mut listed = Some(listed);
+        // The span ends with the last event.
+        let mut listed = Some((listed, span));
         let accepted = v1::combine_event::Event::Accepted(v1::CombineAccepted {});
         let accepted = futures::stream::iter([Ok(v1::CombineEvent { event: Some(accepted) })]);
         let told = UnboundedReceiverStream::new(events).map(move |event| {
@@ -189,7 +195,9 @@ impl<B: Backend, P: Stored> CombineRpc for CombineService<B, P> {
         &self,
         request: Request<Streaming<v1::TransferMessage>>,
     ) -> Result<Response<v1::ReceiveResponse>, Status> {
-        let used = self.receiver.receive(request.into_inner()).await;
+        let span = info_span!(names::SPAN_TRANSFER);
+        adopt_metadata(&span, request.metadata());
+        let used = self.receiver.receive(request.into_inner()).instrument(span).await;
         let used = used.inspect_err(|status| debug!(reason = status.message(), "a transfer was not taken"))?;
         Ok(Response::new(v1::ReceiveResponse { used }))
     }

@@ -11,10 +11,12 @@ use hypic_proto::v1;
 use hypic_proto::v1::prefill_progress::Event;
 use hypic_proto::v1::scatter_client::ScatterClient;
 use hypic_proto::v1::scatter_server::{Scatter as ScatterRpc, ScatterServer};
+use hypic_telemetry::{adopt_metadata, inject_current, names};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
+use tracing::{Instrument, info_span};
 
 use super::{Guarded, Holdings, MESSAGE_LIMIT, Remote, Served, convert, deadline, left_ms};
 use crate::{Delivery, JobError, JobOutcome, PrefillJob, Scatter};
@@ -92,6 +94,8 @@ async fn call(remote: &dyn Remote, job: PrefillJob) -> Result<JobOutcome, JobErr
         held_only: job.held_only,
     };
     let failed = |status: Status| convert::job_error(worker, &status);
+    let mut request = Request::new(request);
+    inject_current(request.metadata_mut());
     let mut progress = client.prefill(request).await.map_err(failed)?.into_inner();
     while let Some(message) = progress.message().await.map_err(failed)? {
         if let Some(Event::Done(done)) = message.event {
@@ -123,6 +127,8 @@ impl ScatterRpc for ScatterService {
     type PrefillStream = Guarded<ReceiverStream<Result<v1::PrefillProgress, Status>>>;
 
     async fn prefill(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::PrefillStream>, Status> {
+        let span = info_span!(names::SPAN_SCATTER, { names::ATTRIBUTE_MEMBER } = self.scatter.id());
+        adopt_metadata(&span, request.metadata());
         let message = request.into_inner();
         let identity = self.served.identity(message.entry)?;
         let destination = message.destination.ok_or_else(|| convert::invalid("destination: missing"))?;
@@ -143,14 +149,16 @@ impl ScatterRpc for ScatterService {
         let (sender, receiver) = mpsc::channel(2);
         let accepted = Instant::now();
         _ = sender.try_send(Ok(progress(Event::Accepted(v1::PrefillAccepted::default()))));
-        let work = self.scatter.prefill(job);
-        tokio::spawn(async move {
+        // Begun inside the span as well: a delivery reads the present one.
+        let work = span.in_scope(|| self.scatter.prefill(job));
+        let told = async move {
             let told = match work.await {
                 Ok(outcome) => Ok(progress(Event::Done(convert::done_message(&outcome, accepted)))),
                 Err(error) => Err(convert::job_status(&error)),
             };
             _ = sender.send(told).await;
-        });
+        };
+        tokio::spawn(told.instrument(span));
         Ok(Response::new(Guarded::new(ReceiverStream::new(receiver), cancel)))
     }
 }

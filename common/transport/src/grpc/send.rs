@@ -17,11 +17,13 @@ use hypic_proto::v1::combine_client::CombineClient;
 use hypic_proto::v1::transfer_message::Message;
 use hypic_state::codec::encode;
 use hypic_state::{EntryLayout, LayerKind, LayerPart, PartSource, PartState};
+use hypic_telemetry::inject_current;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
+use tracing::Instrument;
 
 use super::{GrpcConfig, MESSAGE_LIMIT, Served, convert};
 use crate::{Delivered, DeliveryError, Parcel, Transport};
@@ -52,7 +54,7 @@ impl<B: Backend> GrpcTransport<B> {
 impl<B: Backend> Transport<B> for GrpcTransport<B> {
     fn deliver(&self, parcel: Parcel<B>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
         let shared = self.shared.clone();
-        async move { shared.deliver(parcel).await }.boxed()
+        async move { shared.deliver(parcel).await }.in_current_span().boxed()
     }
 }
 
@@ -77,6 +79,7 @@ impl<B: Backend> Shared<B> {
             .max_encoding_message_size(MESSAGE_LIMIT);
         let (messages, stream) = mpsc::channel(self.config.chunks_ahead);
         let mut request = tonic::Request::new(ReceiverStream::new(stream));
+        inject_current(request.metadata_mut());
         if let Some(deadline) = parcel.deadline {
             request.set_timeout(deadline.saturating_duration_since(Instant::now()));
         }

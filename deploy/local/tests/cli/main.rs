@@ -2,6 +2,7 @@
 
 mod golden;
 mod info;
+mod roles;
 mod support;
 mod text;
 mod usage;
