@@ -33,8 +33,8 @@ def check_accounts(usage, hypic):
         assert set(segment) == {"tokens", "reused", "source", "worker"}
         assert 0 <= segment["reused"] <= segment["tokens"]
         # Rows of its own are the combiner's work, whatever segment they belong to.
-        assert segment["worker"] is None or (segment["source"] == "computed" and isinstance(segment["worker"], str))
-        assert segment["source"] in ("computed", "memory", "prefix", "seam_only")
+        assert segment["source"] in ("computed", "memory", "remote", "prefix", "seam_only")
+        assert (segment["worker"] is None) == (segment["source"] == "seam_only"), segment
     # What follows the last segment is the query, and it has at least one token.
     assert sum(segment["tokens"] for segment in hypic["segments"]) < kinds["prompt_tokens"]
     timings = hypic["timings_ms"]
