@@ -14,7 +14,7 @@ use hypic_transport::{
     Delivered, DeliveryError, JobError, JobOutcome, JobSource, Parcel, PrefillJob, Scatter, Transport,
 };
 use parking_lot::Mutex;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use crate::Interest;
@@ -115,7 +115,7 @@ impl<B: Backend, P: Stored> Desk<B, P> {
         let delivery = self.deliver(&job, Source::Flight(flight.clone()));
         let worker = self.id.clone();
         let made =
-            async move { landed(&flight).await.map(|()| JobSource::Shared).map_err(|reason| reason.to_string()) };
+            async move { flight.landed().await.map(|()| JobSource::Shared).map_err(|reason| reason.to_string()) };
         let failed = |reason| JobError::Failed { worker, reason };
         let made = made.map(|made| made.map_err(failed)).boxed();
         let done = finish(self.id.clone(), job.cancel.clone(), delivery, made).await;
@@ -218,21 +218,5 @@ impl<B: Backend, P: Stored> Drop for Worker<B, P> {
         if let Some(thread) = self.thread.lock().take() {
             _ = thread.join();
         }
-    }
-}
-
-/// Resolves when the flight has ended.
-async fn landed<B: Backend>(flight: &Arc<Flight<B>>) -> Result<(), Arc<str>> {
-    let news = Arc::new(Notify::new());
-    let waker = news.clone();
-    flight.subscribe(Arc::new(move || waker.notify_one()));
-    loop {
-        if flight.entry().is_some() {
-            return Ok(());
-        }
-        if let Some(reason) = flight.failure() {
-            return Err(reason);
-        }
-        news.notified().await;
     }
 }

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use hypic_state::{Entry, EntryError, EntryLayout, LayerPart, PartSource, PartState, Storage};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 
 use crate::Pinned;
 
@@ -88,6 +89,24 @@ impl<S: Storage> Flight<S> {
         let mut state = self.state.lock();
         if let Progress::Running(_) = state.progress {
             state.wakers.push(waker);
+        }
+    }
+
+    /// Resolves when the flight has ended.
+    ///
+    /// # Errors
+    /// If there is no entry: why.
+    pub async fn landed(&self) -> Result<(), Arc<str>> {
+        let news = Arc::new(Notify::new());
+        let waker = news.clone();
+        self.subscribe(Arc::new(move || waker.notify_one()));
+        loop {
+            match &self.state.lock().progress {
+                Progress::Running(_) => {}
+                Progress::Done(_) => return Ok(()),
+                Progress::Failed(_, reason) => return Err(reason.clone()),
+            }
+            news.notified().await;
         }
     }
 

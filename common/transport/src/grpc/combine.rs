@@ -41,7 +41,7 @@ impl Combine for RemoteCombine {
     }
 
     fn is_running(&self) -> bool {
-        self.remote.is_serving() && !self.remote.down().is_cancelled()
+        self.remote.is_running()
     }
 
     fn load(&self) -> CombineLoad {

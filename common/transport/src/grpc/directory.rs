@@ -61,10 +61,9 @@ impl<B: Backend, P: Stored> DirectoryRpc for DirectoryService<B, P> {
     async fn watch(&self, _request: Request<v1::WatchRequest>) -> Result<Response<Updates>, Status> {
         let (held, changes) = self.store.watch();
         let (note, incarnation) = (self.note, self.incarnation);
-        let first: Vec<_> = snapshots(held, note).into_iter().map(Update::Snapshot).collect();
-        let first = first
-            .into_iter()
-            .map(move |update| Ok(v1::DirectoryUpdate { incarnation, sequence: 0, update: Some(update) }));
+        let first = snapshots(held, note).into_iter().map(move |snapshot| {
+            Ok(v1::DirectoryUpdate { incarnation, sequence: 0, update: Some(Update::Snapshot(snapshot)) })
+        });
         let state = Following { changes, note, incarnation, sequence: 0 };
         let later = futures::stream::unfold(Some(state), |state| async move {
             let mut state = state?;
@@ -139,6 +138,14 @@ fn snapshots<P>(held: Vec<Change<P>>, note: fn(&P) -> PrefixNote) -> Vec<v1::Dir
     all
 }
 
+fn entry_key(bytes: &[u8]) -> Result<EntryKey, String> {
+    convert::entry_key(bytes).map_err(|status| status.message().to_string())
+}
+
+fn prefix_key(bytes: &[u8]) -> Result<PrefixKey, String> {
+    convert::prefix_key(bytes).map_err(|status| status.message().to_string())
+}
+
 /// A copy of what one member holds.
 #[derive(Default)]
 pub struct Holdings {
@@ -199,12 +206,11 @@ impl Holdings {
             }
             Some(Update::Insert(entry)) => held.insert(&entry)?,
             Some(Update::Evict(evict)) => {
-                held.entries.remove(&convert::entry_key(&evict.key).map_err(|e| e.message().to_string())?);
+                held.entries.remove(&entry_key(&evict.key)?);
             }
             Some(Update::PrefixInsert(prefix)) => held.insert_prefix(&prefix)?,
             Some(Update::PrefixEvict(key)) => {
-                let key = convert::prefix_key(&key).map_err(|e| e.message().to_string())?;
-                held.remove_prefix(key);
+                held.remove_prefix(prefix_key(&key)?);
             }
             // What a later version may say.
             None => {}
@@ -216,14 +222,12 @@ impl Holdings {
 
 impl Held {
     fn insert(&mut self, entry: &v1::DirectoryInsert) -> Result<(), String> {
-        let key = convert::entry_key(&entry.key).map_err(|e| e.message().to_string())?;
-        self.entries.insert(key, entry.tokens);
+        self.entries.insert(entry_key(&entry.key)?, entry.tokens);
         Ok(())
     }
 
     fn insert_prefix(&mut self, p: &v1::DirectoryPrefix) -> Result<(), String> {
-        let key = |bytes: &[u8]| convert::prefix_key(bytes).map_err(|e| e.message().to_string());
-        let (root, key) = (key(&p.root)?, key(&p.key)?);
+        let (root, key) = (prefix_key(&p.root)?, prefix_key(&p.key)?);
         self.remove_prefix(key);
         let note = PrefixNote { root, tokens: p.tokens as usize, exact: p.exact as usize };
         self.prefixes.insert(key, note);

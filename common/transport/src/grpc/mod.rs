@@ -70,8 +70,12 @@ pub trait Remote: Send + Sync + 'static {
     fn channel(&self) -> Channel;
     /// Cancelled when it is taken for dead.
     fn down(&self) -> CancellationToken;
-    /// Whether it takes work.
+    /// Whether it takes work, as it said last.
     fn is_serving(&self) -> bool;
+    /// Whether it is there and takes work.
+    fn is_running(&self) -> bool {
+        self.is_serving() && !self.down().is_cancelled()
+    }
     /// What it has to do.
     fn load(&self) -> CombineLoad;
     /// Of a combiner: bytes of a prefix state of no tokens, bytes that each token adds, and bytes that all may take.

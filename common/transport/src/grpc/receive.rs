@@ -4,17 +4,15 @@
 //! kept as an entry when it is whole. A stream that breaks off, lies or says that it failed fails its flight at once;
 //! the next attempt, or another request for the same entry, takes it from there.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use hypic_cache::{Claim, Flight, Lead, Source, Store};
+use hypic_cache::{Claim, Lead, Source, Store};
 use hypic_kernels::{Backend, part_from_host};
 use hypic_proto::v1;
 use hypic_proto::v1::transfer_message::Message;
 use hypic_state::codec::decode;
 use hypic_state::{EntryLayout, LayerPart, Stored};
-use tokio::sync::Notify;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 
@@ -62,7 +60,7 @@ impl<B: Backend, P: Stored> Receiver<B, P> {
                 // A later attempt is made because an earlier one, which may be this flight, does not get on.
                 Claim::Join(flight) if transfer.generation == 0 => {
                     self.exchange.send(transfer, Source::Flight(flight.clone())).map_err(refused)?;
-                    if landed(&flight).await {
+                    if flight.landed().await.is_ok() {
                         return Ok(false);
                     }
                 }
@@ -197,21 +195,5 @@ fn refused(why: Refused) -> Status {
     match why {
         Refused::NotOpen => Status::not_found(why.to_string()),
         Refused::Closed | Refused::Superseded => Status::failed_precondition(why.to_string()),
-    }
-}
-
-/// Waits for the end of a flight: whether there is an entry.
-async fn landed<B: Backend>(flight: &Arc<Flight<B>>) -> bool {
-    let news = Arc::new(Notify::new());
-    let waker = news.clone();
-    flight.subscribe(Arc::new(move || waker.notify_one()));
-    loop {
-        if flight.entry().is_some() {
-            return true;
-        }
-        if flight.failure().is_some() {
-            return false;
-        }
-        news.notified().await;
     }
 }

@@ -40,7 +40,7 @@ impl Scatter for RemoteScatter {
     }
 
     fn is_running(&self) -> bool {
-        self.remote.is_serving() && !self.remote.down().is_cancelled()
+        self.remote.is_running()
     }
 
     fn holds(&self, key: EntryKey) -> bool {
