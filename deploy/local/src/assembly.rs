@@ -6,14 +6,14 @@ use anyhow::{Context, Result, bail};
 use hypic_cache::{Stats, Store, StoreConfig};
 use hypic_combiner::{Combiner, CombinerConfig, CombinerLoad, PrefixState};
 use hypic_kernels::{Backend, Cpu};
-use hypic_model::{Checkpoint, LoadOptions, Model};
+use hypic_model::{Checkpoint, Model};
 use hypic_router::{Fleet, Router, RouterConfig, View};
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_state::DType;
 use hypic_text::TextPipeline;
 use hypic_transport::{Combine, Exchange, Scatter, Transport};
 
-use crate::served::{compute_dtype, served};
+use crate::served::{check_tokenizer, load_model, served};
 
 /// Settings of a process with all roles.
 #[derive(Clone, Debug)]
@@ -73,19 +73,8 @@ impl Local {
             bail!("--workers 0: at least one scatter worker is needed");
         }
         let device = Cpu::new(config.threads);
-        let dtype = compute_dtype(&device, checkpoint, config.dtype)?;
-        let model = Model::load(&device, checkpoint, LoadOptions { dtype, progress })?;
-        for prefix in model.ignored() {
-            tracing::info!(prefix, "the checkpoint's tensors of this prefix are not served");
-        }
-        if let Some(text) = &text
-            && text.tokenizer().vocab_size() > model.spec().vocab
-        {
-            let (ids, rows) = (text.tokenizer().vocab_size(), model.spec().vocab);
-            bail!(
-                "tokenizer.json has {ids} token ids but the model's embedding has {rows} rows: they do not belong together"
-            );
-        }
+        let model = load_model(&device, checkpoint, config.dtype, progress)?;
+        check_tokenizer(text.as_deref(), model.spec())?;
         let store_config = StoreConfig { capacity_bytes: config.cache_bytes };
         let store: Store<Cpu, PrefixState<Cpu>> = Store::new(store_config);
         let exchange = Exchange::default();

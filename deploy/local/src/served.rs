@@ -6,9 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use hypic_cache::{Fingerprint, KeySpace};
 use hypic_kernels::{Backend, Cpu};
-use hypic_model::{Checkpoint, Config, ModelSpec};
+use hypic_model::{Checkpoint, Config, LoadOptions, Model, ModelSpec};
 use hypic_router::{ModelCard, Sampling, Served};
 use hypic_state::DType;
+use hypic_text::TextPipeline;
 use hypic_transport::SamplingParams;
 
 /// The dtype to compute in: the one asked for, or the checkpoint's where the CPU has instructions for it, else f32.
@@ -18,6 +19,30 @@ pub(crate) fn compute_dtype(device: &Cpu, checkpoint: &Checkpoint, asked: Option
         Some(other) => bail!("dtype {other}: use auto, f32 or bf16"),
         None => Ok(checkpoint.dtype().filter(|&d| device.supports(d)).unwrap_or(DType::F32)),
     }
+}
+
+/// Load the model, and tell what of it is not served. `progress` is told the name of each tensor that has been read.
+pub(crate) fn load_model(
+    device: &Cpu,
+    checkpoint: &Checkpoint,
+    asked: Option<DType>,
+    progress: &dyn Fn(&str),
+) -> Result<Model<Cpu>> {
+    let dtype = compute_dtype(device, checkpoint, asked)?;
+    let model = Model::load(device, checkpoint, LoadOptions { dtype, progress })?;
+    for prefix in model.ignored() {
+        tracing::info!(prefix, "the checkpoint's tensors of this prefix are not served");
+    }
+    Ok(model)
+}
+
+/// Whether a tokenizer can belong to the model.
+pub(crate) fn check_tokenizer(text: Option<&TextPipeline>, spec: &ModelSpec) -> Result<()> {
+    let (ids, rows) = (text.map_or(0, |text| text.tokenizer().vocab_size()), spec.vocab);
+    if ids <= rows {
+        return Ok(());
+    }
+    bail!("tokenizer.json has {ids} token ids but the model's embedding has {rows} rows: they do not belong together")
 }
 
 /// What a router is told of the model.

@@ -14,7 +14,7 @@ use hypic_cluster::{
 };
 use hypic_combiner::{Combiner, CombinerConfig, PrefixState};
 use hypic_kernels::{Backend, Cpu};
-use hypic_model::{LoadOptions, Model};
+use hypic_model::Model;
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_state::codec::FORMAT_VERSION;
 use hypic_transport::grpc::{
@@ -28,7 +28,7 @@ use tonic::service::Routes;
 
 use super::{Process, common, gauges};
 use crate::config::Config;
-use crate::served::compute_dtype;
+use crate::served::load_model;
 
 /// Between two looks at whether the work is done.
 const LOOK: Duration = Duration::from_millis(20);
@@ -173,11 +173,7 @@ fn load(config: &Config, role: Role) -> Result<Loaded> {
     let threads = if asked == 0 { cores() } else { asked };
     let device = Cpu::new(threads);
     let checkpoint = common::source(config).checkpoint()?;
-    let dtype = compute_dtype(&device, &checkpoint, common::dtype(config))?;
-    let model = Model::load(&device, &checkpoint, LoadOptions { dtype, progress: &|_| {} })?;
-    for prefix in model.ignored() {
-        tracing::info!(prefix, "the checkpoint's tensors of this prefix are not served");
-    }
+    let model = load_model(&device, &checkpoint, common::dtype(config), &|_| {})?;
     Ok(Loaded { threads, device, model })
 }
 

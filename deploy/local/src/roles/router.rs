@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use hypic_cluster::{Expected, MemberRecord, Peer, Protocols, Role};
 use hypic_kernels::Cpu;
 use hypic_model::families::describe;
@@ -19,7 +19,7 @@ use tokio::sync::watch;
 use super::remote::Member;
 use super::{Process, common, gauges};
 use crate::config::Config;
-use crate::served::{compute_dtype, served};
+use crate::served::{check_tokenizer, compute_dtype, served};
 
 /// Between a directory stream that failed and the next one.
 const FOLLOW_PAUSE: Duration = Duration::from_millis(200);
@@ -80,14 +80,7 @@ fn load(config: &Config) -> Result<(Served, Option<Arc<TextPipeline>>)> {
     let text = source.text()?;
     let checkpoint = source.checkpoint()?;
     let spec = describe(checkpoint.config())?;
-    if let Some(text) = &text
-        && text.tokenizer().vocab_size() > spec.vocab
-    {
-        let (ids, rows) = (text.tokenizer().vocab_size(), spec.vocab);
-        bail!(
-            "tokenizer.json has {ids} token ids but the model's embedding has {rows} rows: they do not belong together"
-        );
-    }
+    check_tokenizer(text.as_deref(), &spec)?;
     let dtype = compute_dtype(&Cpu::new(1), &checkpoint, common::dtype(config))?;
     let fingerprint = match config.fingerprint()? {
         Some(fingerprint) => fingerprint,
