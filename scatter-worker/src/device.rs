@@ -5,22 +5,24 @@
 //! A panic in a pass fails the prefills of that pass and nothing else.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use hypic_cache::Lead;
 use hypic_kernels::Backend;
 use hypic_model::{Model, PartSink, Pass, Prefill, Progress, Workspace};
 use hypic_state::LayerPart;
-use hypic_transport::{JobError, JobSource, panic_text};
+use hypic_transport::{JobError, JobSource, KvAhead, panic_text};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tracing::{debug, error};
 
 use crate::WorkerConfig;
 use crate::interest::Wanted;
+use crate::worker::Jobs;
 
 pub(crate) enum Command<B: Backend> {
     Prefill(Work<B>),
@@ -30,6 +32,8 @@ pub(crate) enum Command<B: Backend> {
 /// A segment that this worker computes.
 pub(crate) struct Work<B: Backend> {
     pub lead: Lead<B>,
+    /// Where K and V may leave from before their layer is done; gone with the transfer.
+    pub ahead: Weak<KvAhead<B>>,
     pub tokens: Arc<[u32]>,
     pub seam: usize,
     pub anchor: Arc<[u32]>,
@@ -37,12 +41,31 @@ pub(crate) struct Work<B: Backend> {
     pub reply: oneshot::Sender<Result<JobSource, JobError>>,
 }
 
-/// Publishes parts as they become final.
-struct LeadSink<B: Backend>(Mutex<Option<Lead<B>>>);
+/// Publishes parts as they become final, and offers the transfer K and V of passes before the last.
+struct LeadSink<B: Backend> {
+    lead: Mutex<Option<Lead<B>>>,
+    ahead: Weak<KvAhead<B>>,
+    /// Tokens of the body.
+    body: usize,
+}
 
 impl<B: Backend> PartSink<B> for LeadSink<B> {
+    fn kv(&self, backend: &B, layer: usize, tokens: Range<usize>, own: &B::Kv, rows: Range<usize>) {
+        // The last pass's rows leave with the part, which is next.
+        if tokens.end == self.body {
+            return;
+        }
+        if let Some(ahead) = self.ahead.upgrade() {
+            ahead.offer(layer, tokens, || backend.kv_copy(own, rows));
+        }
+    }
+
     fn part(&self, layer: usize, part: LayerPart<B>) {
-        if let Some(lead) = &*self.0.lock() {
+        // First, or a sender could find a token in both.
+        if let Some(ahead) = self.ahead.upgrade() {
+            ahead.forget(layer);
+        }
+        if let Some(lead) = &*self.lead.lock() {
             lead.publish(layer, part);
         }
     }
@@ -59,7 +82,7 @@ struct Running<B: Backend> {
 
 impl<B: Backend> Running<B> {
     fn fail(self, error: JobError) {
-        if let Some(lead) = self.sink.0.lock().take() {
+        if let Some(lead) = self.sink.lead.lock().take() {
             lead.fail(error.to_string());
         }
         _ = self.reply.send(Err(error));
@@ -75,10 +98,11 @@ pub(crate) struct Device<B: Backend> {
     waiting: VecDeque<Work<B>>,
     running: VecDeque<Running<B>>,
     stopping: bool,
+    jobs: Jobs,
 }
 
 impl<B: Backend> Device<B> {
-    pub fn new(config: WorkerConfig, backend: B, model: Model<B>, queue: Receiver<Command<B>>) -> Self {
+    pub fn new(config: WorkerConfig, backend: B, model: Model<B>, queue: Receiver<Command<B>>, jobs: Jobs) -> Self {
         let ws = Workspace::new(&backend);
         Device {
             config,
@@ -89,6 +113,7 @@ impl<B: Backend> Device<B> {
             waiting: VecDeque::new(),
             running: VecDeque::new(),
             stopping: false,
+            jobs,
         }
     }
 
@@ -96,9 +121,11 @@ impl<B: Backend> Device<B> {
         while self.receive() {
             self.drop_unwanted();
             let batch = self.take_batch();
+            self.jobs.set(self.waiting.len(), self.running.len() + batch.len());
             if !batch.is_empty() {
                 self.compute(batch);
             }
+            self.jobs.set(self.waiting.len(), self.running.len());
         }
     }
 
@@ -162,9 +189,10 @@ impl<B: Backend> Device<B> {
     }
 
     fn start(&self, work: Work<B>) -> Running<B> {
-        let Work { lead, tokens, seam, anchor, wanted, reply } = work;
+        let Work { lead, ahead, tokens, seam, anchor, wanted, reply } = work;
         debug!(worker = %self.config.id, key = %lead.key(), tokens = tokens.len(), "prefill begins");
-        let sink = Arc::new(LeadSink(Mutex::new(Some(lead))));
+        let body = tokens.len() - seam;
+        let sink = Arc::new(LeadSink { lead: Mutex::new(Some(lead)), ahead, body });
         let chunk = self.config.chunk_rows;
         let prefill = Prefill::new(&self.backend, &self.model, &tokens, seam, &anchor, chunk, sink.clone());
         Running { prefill, sink, wanted, reply, started: Instant::now(), busy: Duration::ZERO }
@@ -221,7 +249,7 @@ impl<B: Backend> Device<B> {
 
     fn complete(&self, running: Running<B>) {
         let Running { sink, reply, started, busy, .. } = running;
-        let lead = sink.0.lock().take().expect("a prefill completes once");
+        let lead = sink.lead.lock().take().expect("a prefill completes once");
         let key = lead.key();
         let done = lead.complete(self.model.layout(), busy);
         let outcome = match done {

@@ -1,7 +1,7 @@
 //! The worker as the router sees it: a job is answered from the store, by joining a computation, or by one of its own.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 use futures::FutureExt;
@@ -11,7 +11,7 @@ use hypic_kernels::Backend;
 use hypic_model::Model;
 use hypic_state::Stored;
 use hypic_transport::{
-    Delivered, DeliveryError, JobError, JobOutcome, JobSource, Parcel, PrefillJob, Scatter, Transport,
+    Delivered, DeliveryError, JobError, JobOutcome, JobSource, KvAhead, Parcel, PrefillJob, Scatter, Transport,
 };
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -53,6 +53,18 @@ struct Desk<B: Backend, P: Stored> {
     backlog: Backlog,
     commands: std::sync::mpsc::Sender<Command<B>>,
     interest: Interest,
+    jobs: Jobs,
+}
+
+/// How many jobs a worker computes, as its thread tells it.
+#[derive(Clone, Default)]
+pub(crate) struct Jobs(Arc<[AtomicU64; 2]>);
+
+impl Jobs {
+    pub fn set(&self, waiting: usize, computing: usize) {
+        self.0[0].store(waiting as u64, Ordering::Relaxed);
+        self.0[1].store(computing as u64, Ordering::Relaxed);
+    }
 }
 
 impl<B: Backend, P: Stored> Worker<B, P> {
@@ -69,12 +81,19 @@ impl<B: Backend, P: Stored> Worker<B, P> {
         interest: Interest,
     ) -> std::io::Result<Self> {
         let (commands, queue) = std::sync::mpsc::channel();
-        let id = config.id.clone();
+        let (id, jobs) = (config.id.clone(), Jobs::default());
+        let told = jobs.clone();
         let thread = std::thread::Builder::new()
             .name(id.clone())
-            .spawn(move || device::Device::new(config, backend, model, queue).run())?;
-        let desk = Desk { id, store, transport, backlog: Backlog::default(), commands, interest };
+            .spawn(move || device::Device::new(config, backend, model, queue, told).run())?;
+        let desk = Desk { id, store, transport, backlog: Backlog::default(), commands, interest, jobs };
         Ok(Worker { desk: Arc::new(desk), thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Jobs that wait to be computed, and jobs that are computed now.
+    pub fn jobs(&self) -> (u64, u64) {
+        let [waiting, computing] = &*self.desk.jobs.0;
+        (waiting.load(Ordering::Relaxed), computing.load(Ordering::Relaxed))
     }
 
     /// Tokens of the segments that it has still to prefill.
@@ -90,7 +109,7 @@ impl<B: Backend, P: Stored> Desk<B, P> {
         }
         match self.store.claim(job.key, &job.tokens, job.seam) {
             Claim::Hit(entry) => {
-                let delivery = self.deliver(&job, Source::Entry(entry));
+                let delivery = self.deliver(&job, Source::Entry(entry), None);
                 finish(self.id.clone(), job.cancel, delivery, ready(Ok(JobSource::Held)).boxed()).boxed()
             }
             Claim::Join(flight) => self.follow(job, flight).boxed(),
@@ -103,16 +122,21 @@ impl<B: Backend, P: Stored> Desk<B, P> {
         }
     }
 
-    fn deliver(&self, job: &PrefillJob, source: Source<B>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
+    fn deliver(
+        &self,
+        job: &PrefillJob,
+        source: Source<B>,
+        ahead: Option<Arc<KvAhead<B>>>,
+    ) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
         let PrefillJob { key, anchor, salt, to, deadline, .. } = job.clone();
-        self.transport.deliver(Parcel { to, key, anchor, salt, source, deadline })
+        self.transport.deliver(Parcel { to, key, anchor, salt, source, ahead, deadline })
     }
 
     /// Follow the making of an entry by another: a computation here, or a transfer to this store. One that fails is no
     /// answer: the job is begun anew.
     async fn follow(self: Arc<Self>, job: PrefillJob, flight: Arc<Flight<B>>) -> Result<JobOutcome, JobError> {
         let wanted = self.interest.add(job.key, job.cancel.clone());
-        let delivery = self.deliver(&job, Source::Flight(flight.clone()));
+        let delivery = self.deliver(&job, Source::Flight(flight.clone()), None);
         let worker = self.id.clone();
         let made =
             async move { flight.landed().await.map(|()| JobSource::Shared).map_err(|reason| reason.to_string()) };
@@ -128,12 +152,15 @@ impl<B: Backend, P: Stored> Desk<B, P> {
 
     fn lead(self: Arc<Self>, job: PrefillJob, lead: Lead<B>) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
         let wanted = self.interest.add(job.key, job.cancel.clone());
-        let delivery = self.deliver(&job, Source::Flight(lead.flight().clone()));
+        // The transfer alone keeps it: what is computed does not wait for a transfer that is slow or gone.
+        let ahead = self.transport.ahead().map(Arc::new);
+        let offered = ahead.as_ref().map_or_else(Weak::new, Arc::downgrade);
+        let delivery = self.deliver(&job, Source::Flight(lead.flight().clone()), ahead);
         let (reply, answer) = oneshot::channel();
         let gone = JobError::Gone(self.id.clone());
         let PrefillJob { tokens, seam, anchor, cancel, .. } = job;
         let charge = self.backlog.charge(anchor.len() + tokens.len());
-        let work = Work { lead, tokens, seam, anchor, wanted, reply };
+        let work = Work { lead, ahead: offered, tokens, seam, anchor, wanted, reply };
         // If the thread has stopped the work is dropped, and with it its lead and its reply.
         _ = self.commands.send(Command::Prefill(work));
         let computed = async move {

@@ -1,18 +1,23 @@
 //! The scatter worker alone: jobs that share a computation, are cancelled, are too many, or outlive the worker.
 
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use futures::future::join_all;
-use hypic_cache::{EntryKey, Store, StoreConfig};
+use futures::FutureExt;
+use futures::future::{BoxFuture, join_all};
+use hypic_cache::{EntryKey, Source, Store, StoreConfig};
 use hypic_combiner::PrefixState;
-use hypic_kernels::Cpu;
+use hypic_kernels::{Backend, Cpu};
 use hypic_model::Model;
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
-use hypic_state::{PartSource, PartState};
+use hypic_state::{HostKv, LayerPart, PartSource, PartState, Stored};
 use hypic_tests::Random;
-use hypic_tests::cluster::{TestStore, demo_model, key_space};
-use hypic_transport::{Delivery, Exchange, Incoming, JobError, JobSource, PrefillJob, Scatter, TransferId};
+use hypic_tests::cluster::{TestStore, demo_model, entry_bytes, key_space};
+use hypic_transport::{
+    Delivered, Delivery, DeliveryError, Exchange, Incoming, JobError, JobSource, KvAhead, Parcel, PrefillJob, Scatter,
+    TransferId, Transport,
+};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
@@ -36,9 +41,18 @@ impl Bench {
     }
 
     fn worker(&self, id: &str, chunk_rows: usize) -> Worker<Cpu, PrefixState<Cpu>> {
+        self.worker_with(id, chunk_rows, Arc::new(self.exchange.clone()))
+    }
+
+    fn worker_with(
+        &self,
+        id: &str,
+        chunk_rows: usize,
+        transport: Arc<dyn Transport<Cpu>>,
+    ) -> Worker<Cpu, PrefixState<Cpu>> {
         let config = WorkerConfig { chunk_rows, ..WorkerConfig::named(id) };
-        let (store, exchange) = (self.store.clone(), Arc::new(self.exchange.clone()));
-        let worker = Worker::start(config, Cpu::new(1), self.model.clone(), store, exchange, self.interest.clone());
+        let (store, interest) = (self.store.clone(), self.interest.clone());
+        let worker = Worker::start(config, Cpu::new(1), self.model.clone(), store, transport, interest);
         worker.expect("a thread")
     }
 
@@ -205,5 +219,163 @@ async fn what_is_not_held_is_told_at_once() {
     worker.prefill(bench.job(&tokens)).await.expect("computed");
     assert_eq!(worker.prefill(held()).await.expect("held").source, JobSource::Held);
     assert_eq!(worker.backlog_tokens(), 0);
+    bench.at_rest().await;
+}
+
+/// A transport that takes what is offered ahead only when the first part is final: a receiver as slow as can be.
+struct Slow {
+    exchange: Exchange<Cpu>,
+    limit: usize,
+    notes: Arc<Mutex<Notes>>,
+}
+
+#[derive(Default)]
+struct Notes {
+    /// Per parcel, what it was given for K and V.
+    queues: Vec<Option<Weak<KvAhead<Cpu>>>>,
+    taken: Vec<(usize, Range<usize>, HostKv)>,
+    /// Bytes that waited in the end.
+    waited: usize,
+}
+
+impl Slow {
+    fn new(bench: &Bench, limit: usize) -> Arc<Self> {
+        Arc::new(Slow { exchange: bench.exchange.clone(), limit, notes: Arc::default() })
+    }
+
+    /// Whether all queues are gone, soon.
+    async fn all_gone(&self) {
+        let begun = Instant::now();
+        let alive = || self.notes.lock().queues.iter().flatten().any(|queue| queue.strong_count() > 0);
+        while alive() {
+            assert!(begun.elapsed() < Duration::from_secs(20), "a queue outlives its transfer");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+}
+
+impl Transport<Cpu> for Slow {
+    fn ahead(&self) -> Option<KvAhead<Cpu>> {
+        Some(KvAhead::new(self.limit))
+    }
+
+    fn deliver(&self, parcel: Parcel<Cpu>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
+        let (ahead, source, notes) = (parcel.ahead.clone(), parcel.source.clone(), self.notes.clone());
+        let offered = ahead.as_ref().map(Arc::downgrade);
+        notes.lock().queues.push(offered.clone());
+        let sent = self.exchange.deliver(parcel);
+        let (Source::Flight(flight), Some(offered)) = (source, offered) else { return sent };
+        let taken = notes.clone();
+        // Called on the device's thread, between two layers of the last pass.
+        flight.subscribe(Arc::new(move || {
+            let Some(ahead) = offered.upgrade() else { return };
+            let mut notes = taken.lock();
+            notes.waited = notes.waited.max(ahead.bytes());
+            let backend = Cpu::new(1);
+            while let Some(range) = ahead.take() {
+                notes.taken.push((range.layer, range.tokens, backend.kv_download(&range.kv)));
+            }
+        }));
+        async move {
+            let _until_landed = ahead;
+            flight.landed().await.map_err(|reason| DeliveryError::Source(reason.to_string()))?;
+            sent.await
+        }
+        .boxed()
+    }
+}
+
+/// K and V of the passes before the last are handed out as they will be in the entry, each token once and in order; a
+/// receiver that takes none of it holds up nothing and costs no more than the limit and one range; the entry is the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_and_values_of_every_pass_are_handed_out_as_they_are_in_the_entry() {
+    let tokens = Random(8).tokens(700, VOCAB);
+    let expected = {
+        let bench = Bench::new(64 << 20);
+        let job = bench.job(&tokens);
+        let key = job.key;
+        bench.worker("one", 1024).prefill(job).await.expect("done");
+        entry_bytes(&Cpu::new(1), &bench.store.get(key, &tokens.as_slice().into()).expect("kept"))
+    };
+    let range_bytes = 64 * 512;
+    // 10 passes of 64 tokens before the last one, in two attention layers.
+    for (limit, ranges) in [(usize::MAX, 20), (5 * range_bytes, 5), (5 * range_bytes + 1, 6), (0, 0)] {
+        let bench = Bench::new(64 << 20);
+        let slow = Slow::new(&bench, limit);
+        let worker = bench.worker_with("worker", 64, slow.clone());
+        let job = bench.job(&tokens);
+        let key = job.key;
+        let outcome = worker.prefill(job).await.expect("done");
+        assert!(computed(outcome.source));
+        let backend = Cpu::new(1);
+        let entry = bench.store.get(key, &tokens.as_slice().into()).expect("kept");
+        assert!(entry_bytes(&backend, &entry) == expected, "limit {limit}");
+        slow.all_gone().await;
+        let notes = std::mem::take(&mut *slow.notes.lock());
+        assert_eq!(notes.taken.len(), ranges, "limit {limit}");
+        assert!(notes.waited < limit.saturating_add(range_bytes + 1), "{} bytes waited", notes.waited);
+        let mut ends = vec![0; entry.parts().len()];
+        for (layer, range, kv) in &notes.taken {
+            assert!(ends[*layer] <= range.start && range.start < range.end, "layer {layer}: {range:?}");
+            assert!(limit < usize::MAX || ends[*layer] == range.start, "layer {layer}: nothing is left out");
+            ends[*layer] = range.end;
+            assert_eq!(kv.bytes(), range.len() * 512, "as the limits above have it");
+            let LayerPart::Attention(part) = &**entry.part(*layer) else { panic!("layer {layer} has K and V") };
+            assert!(backend.kv_download(&backend.kv_copy(part, range.clone())) == *kv, "layer {layer}, {range:?}");
+        }
+        drop(entry);
+        bench.at_rest().await;
+    }
+}
+
+/// The job that leads has K and V sent ahead; one that follows it, and one that finds the entry, send it whole.
+#[tokio::test(flavor = "multi_thread")]
+async fn those_that_follow_send_whole_parts() {
+    let bench = Bench::new(64 << 20);
+    let slow = Slow::new(&bench, usize::MAX);
+    let worker = bench.worker_with("worker", 64, slow.clone());
+    let tokens = Random(9).tokens(1000, VOCAB);
+    let jobs = [bench.job(&tokens), bench.job(&tokens)];
+    let incoming = jobs.each_ref().map(|job| bench.incoming(job.to.transfer));
+    let [first, second] = jobs.map(|job| worker.prefill(job));
+    let (first, second) = tokio::join!(first, second);
+    assert!(computed(first.expect("done").source));
+    assert_eq!(second.expect("done").source, JobSource::Shared);
+    let held = bench.job(&tokens);
+    let late = bench.incoming(held.to.transfer);
+    assert_eq!(worker.prefill(held).await.expect("done").source, JobSource::Held);
+    let given: Vec<bool> = slow.notes.lock().queues.iter().map(Option::is_some).collect();
+    assert_eq!(given, [true, false, false]);
+    for layer in 0..bench.model.layout().len() {
+        assert!(incoming.iter().chain([&late]).all(|i| matches!(i.part(layer), PartState::Ready(_))), "layer {layer}");
+    }
+    slow.all_gone().await;
+    drop((incoming, late));
+    bench.at_rest().await;
+}
+
+/// When the transfer ends what waits for it goes, though the computation goes on for another.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_waits_goes_with_its_transfer() {
+    let bench = Bench::new(64 << 20);
+    let slow = Slow::new(&bench, usize::MAX);
+    let worker = bench.worker_with("worker", 64, slow.clone());
+    let tokens = Random(10).tokens(3_000, VOCAB);
+    let (first, second) = (bench.job(&tokens), bench.job(&tokens));
+    let cancel = first.cancel.clone();
+    let (first, mut second) = (worker.prefill(first), worker.prefill(second));
+    assert!((&mut second).now_or_never().is_none(), "it follows from now on");
+    let queue = slow.notes.lock().queues[0].clone().expect("the first one leads");
+    let begun = Instant::now();
+    while queue.upgrade().is_none_or(|queue| queue.bytes() == 0) {
+        assert!(begun.elapsed() < Duration::from_secs(20), "K and V are offered");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    cancel.cancel();
+    assert_eq!(first.await, Err(JobError::Cancelled));
+    slow.all_gone().await;
+    assert!((&mut second).now_or_never().is_none(), "long before the computation ends");
+    assert_eq!(second.await.expect("done").source, JobSource::Shared);
+    assert!(slow.notes.lock().taken.is_empty(), "nothing is offered to a transfer that is gone");
     bench.at_rest().await;
 }

@@ -5,12 +5,14 @@
 //! [`Exchange`] is where they arrive, and the transport within one process; [`grpc`] joins processes.
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod exchange;
 pub mod grpc;
 mod roles;
 mod sampling;
 mod transport;
 
+pub use ahead::{KvAhead, KvRange};
 pub use exchange::{Exchange, Incoming, Refused, TransferId};
 pub use roles::{
     ChoiceEnd, Combine, CombineError, CombineLoad, Delivery, GenerationEvent, JobError, JobOutcome, JobSource, Plan,

@@ -1,8 +1,8 @@
 //! What moves an entry's layer parts to a combiner, whatever the wire.
 //!
-//! A transport sends each part as it becomes final, in layer order, and says when the combiner has all of them. What can
-//! go wrong is told at once to both ends: a sender that fails tells the receiver, a receiver that wants no more
-//! tells the sender.
+//! A transport sends each part as it becomes final, in layer order, and before them K and V of the passes that are done,
+//! and says when the combiner has all of it. What can go wrong is told at once to both ends: a sender that fails tells
+//! the receiver, a receiver that wants no more tells the sender.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use hypic_cache::{EntryKey, Source};
 use hypic_state::Storage;
 
-use crate::Delivery;
+use crate::{Delivery, KvAhead};
 
 /// An entry on its way to a combiner.
 pub struct Parcel<S: Storage> {
@@ -25,6 +25,9 @@ pub struct Parcel<S: Storage> {
     pub salt: Arc<[u8]>,
     /// The entry, or its computation.
     pub source: Source<S>,
+    /// K and V that may leave before their part is final; it is what [`Transport::ahead`] gave. `None` for an entry that
+    /// is not computed for this parcel: its parts go whole.
+    pub ahead: Option<Arc<KvAhead<S>>>,
     /// When it must be there.
     pub deadline: Option<Instant>,
 }
@@ -57,6 +60,12 @@ pub enum DeliveryError {
 
 /// Moves entries to combiners.
 pub trait Transport<S: Storage>: Send + Sync {
+    /// Room for K and V of one parcel that leave before their part is final. `None` where nothing is gained by it: parts
+    /// that are shared by reference need no way.
+    fn ahead(&self) -> Option<KvAhead<S>> {
+        None
+    }
+
     /// Send the parts of an entry as they become final. Resolves when the combiner has all of them, or will not get
     /// them from here. Dropping the future gives up the transfer; the combiner is told.
     fn deliver(&self, parcel: Parcel<S>) -> BoxFuture<'static, Result<Delivered, DeliveryError>>;

@@ -3,8 +3,8 @@
 //! Isolated prefill, full recompute, continuing a prefix, composition and decoding are passes that
 //! differ in their items only. A pass advances layer by layer and can stop between two of them: it asks for
 //! an entry's part when it reaches that layer (and reports [`Progress::Waiting`] while the part is
-//! still on its way), and hands a captured part out as soon as it is final. Dropping a pass drops the
-//! sequences in it; nothing else holds them.
+//! still on its way), and hands a captured part out as soon as it is final, and in every pass K and V of the rows that
+//! the pass adds to it. Dropping a pass drops the sequences in it; nothing else holds them.
 
 mod types;
 mod walk;

@@ -51,6 +51,11 @@ pub enum Logits {
 
 /// Takes the parts of an entry in the making.
 pub trait PartSink<B: Backend>: Send + Sync {
+    /// K and V of the tokens `tokens` of the body are final in attention layer `layer`: they are the rows `rows` of `own`.
+    /// Called in every pass that has rows of the body, the last one included, whose [`part`](Self::part) of the same
+    /// layer follows at once. The ranges of a layer ascend and leave nothing out.
+    fn kv(&self, _backend: &B, _layer: usize, _tokens: Range<usize>, _own: &B::Kv, _rows: Range<usize>) {}
+
     /// The part of layer `layer` is final. Called once per layer, in order.
     fn part(&self, layer: usize, part: LayerPart<B>);
 }

@@ -211,12 +211,23 @@ pub(super) fn attention_sequences<B: Backend>(
     sequences
 }
 
-/// Hand out this layer's part of the body that ends in this pass.
+/// Hand out what this pass has made final in this layer of the body: K and V of its rows; the part, if the body ends here.
 pub(super) fn emit_captured<B: Backend>(backend: &B, walker: &mut Walker<B>, layer: usize) {
-    let rows = walker.state.own_rows + walker.rows.len();
-    let Some(capture) = walker.capture.as_mut().filter(|c| c.last) else {
+    let before = walker.state.own_rows;
+    let rows = before + walker.rows.len();
+    let Some(capture) = walker.capture.as_mut() else {
         return;
     };
+    if let LayerState::Attention { own, .. } = &walker.state.layers[layer] {
+        let from = before.max(capture.body);
+        if from < rows {
+            let tokens = from - capture.body..rows - capture.body;
+            capture.sink.kv(backend, layer, tokens, own, from..rows);
+        }
+    }
+    if !capture.last {
+        return;
+    }
     let part = match &walker.state.layers[layer] {
         LayerState::Recurrent { state, window } => {
             let carry = capture.carries[layer].take().expect("a body ends once");

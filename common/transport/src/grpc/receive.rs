@@ -1,21 +1,20 @@
 //! The receiving end of the transport between processes: a transfer becomes a computation that others can follow.
 //!
-//! What arrives is checked (version, model, key, order, checksum, shape of the layout) before a composition sees it, and
-//! kept as an entry when it is whole. A stream that breaks off, lies or says that it failed fails its flight at once;
+//! What arrives is checked (version, model, key; by [`Assembly`] every part) before a composition sees it: a layer as soon as
+//! all ranges of it are there. It is kept as an entry when it is whole. A stream that breaks off, lies or says that it failed fails its flight at once;
 //! the next attempt, or another request for the same entry, takes it from there.
 
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
 use hypic_cache::{Claim, Lead, Source, Store};
 use hypic_kernels::{Backend, part_from_host};
 use hypic_proto::v1;
 use hypic_proto::v1::transfer_message::Message;
-use hypic_state::codec::decode;
-use hypic_state::{EntryLayout, LayerPart, Stored};
+use hypic_state::{EntryLayout, Stored};
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 
+use super::assembly::Assembly;
 use super::{GrpcConfig, Identity, Served, convert};
 use crate::{Exchange, Refused, TransferId};
 
@@ -119,70 +118,21 @@ impl<B: Backend, P: Stored> Receiver<B, P> {
         lead: &Lead<B>,
         mut stream: Streaming<v1::TransferMessage>,
     ) -> Result<(), Status> {
-        let mut layer = 0;
-        let mut buffer = BytesMut::new();
+        let body = identity.seam..identity.tokens.len();
+        let mut assembly = Assembly::new(identity.key, self.layout.clone(), body, self.config.part_limit);
         loop {
-            let message = stream.message().await?.and_then(|m| m.message);
-            let chunk = match message {
-                Some(Message::Chunk(chunk)) => chunk,
-                Some(Message::End(_)) if layer == self.layout.len() => return Ok(()),
+            match stream.message().await?.and_then(|m| m.message) {
+                Some(Message::Chunk(chunk)) => {
+                    if let Some((layer, part)) = assembly.take(chunk)? {
+                        lead.publish(layer, part_from_host(&self.backend, &part));
+                    }
+                }
+                Some(Message::End(_)) => return assembly.finish(),
                 Some(Message::Abort(abort)) => return Err(Status::aborted(abort.reason)),
-                Some(Message::End(_)) | None => {
-                    let layers = self.layout.len();
-                    return Err(Status::data_loss(format!("the transfer ended after {layer} of {layers} parts")));
-                }
                 Some(Message::Header(_)) => return Err(convert::invalid("a second header")),
-            };
-            self.check_chunk(identity, &chunk, layer, buffer.len())?;
-            let whole = chunk.part_bytes as usize;
-            let encoded = if buffer.is_empty() && chunk.data.len() == whole {
-                chunk.data
-            } else {
-                buffer.extend_from_slice(&chunk.data);
-                if buffer.len() < whole {
-                    continue;
-                }
-                std::mem::take(&mut buffer).freeze()
-            };
-            lead.publish(layer, self.part(identity, layer, encoded)?);
-            layer += 1;
+                None => return Err(assembly.broken_off()),
+            }
         }
-    }
-
-    fn check_chunk(&self, identity: &Identity, c: &v1::PartChunk, layer: usize, have: usize) -> Result<(), Status> {
-        if c.key[..] != identity.key.as_bytes()[..] {
-            return Err(convert::invalid("a chunk of another entry"));
-        }
-        let (at, end) = (c.offset, c.offset.saturating_add(c.data.len() as u64));
-        let in_order = c.layer as usize == layer && layer < self.layout.len() && at == have as u64;
-        if !in_order || c.data.is_empty() || end > c.part_bytes || c.part_bytes > self.config.part_limit {
-            let (bytes, of) = (c.data.len(), c.part_bytes);
-            return Err(Status::data_loss(format!(
-                "layer {}: {bytes} bytes at {at} of {of} are out of order",
-                c.layer
-            )));
-        }
-        let computed = crc32c::crc32c(&c.data);
-        if computed != c.crc32c {
-            return Err(Status::data_loss(format!("layer {layer}: checksum is {computed:08x}, not {:08x}", c.crc32c)));
-        }
-        Ok(())
-    }
-
-    fn part(&self, identity: &Identity, layer: usize, encoded: Bytes) -> Result<LayerPart<B>, Status> {
-        let part = decode(encoded).map_err(|e| Status::data_loss(format!("layer {layer}: {e}")))?;
-        let expected = self.layout[layer];
-        if part.kind() != expected {
-            return Err(Status::data_loss(format!("layer {layer}: {:?}, not {expected:?}", part.kind())));
-        }
-        let body = identity.tokens.len() - identity.seam;
-        if let LayerPart::Attention(kv) = &part
-            && kv.k.shape()[0] != body
-        {
-            let got = kv.k.shape()[0];
-            return Err(Status::data_loss(format!("layer {layer}: K and V of {got} tokens, the body has {body}")));
-        }
-        Ok(part_from_host(&self.backend, &part))
     }
 }
 

@@ -1,9 +1,11 @@
-//! The sending end of the transport between processes: one stream per transfer, a part as soon as it is final.
+//! The sending end of the transport between processes: one stream per transfer, a part as soon as it is final, K and V as
+//! soon as the pass that makes them.
 //!
-//! Memory is bounded: a part is encoded when it is its turn, and few of its chunks wait for the connection's window. What
-//! can go wrong: the combiner is unknown to this worker, the connection breaks, or the combiner wants no more of it;
+//! Memory is bounded however slow the receiver is: K and V that wait for their turn ([`KvAhead`] declines more), one range
+//! or recurrent part encoded, and few chunks of it that wait for the connection's window. What can go wrong: the combiner is unknown to this worker, the connection breaks, or the combiner wants no more of it;
 //! each is an error of its own.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -25,8 +27,9 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 use tracing::Instrument;
 
+use super::assembly::wire_kind;
 use super::{GrpcConfig, MESSAGE_LIMIT, Served, convert};
-use crate::{Delivered, DeliveryError, Parcel, Transport};
+use crate::{Delivered, DeliveryError, KvAhead, KvRange, Parcel, Transport};
 
 /// Finds the connection to a combiner that stands in this worker's own view.
 pub type Resolve = Arc<dyn Fn(&str) -> Option<Channel> + Send + Sync>;
@@ -52,6 +55,10 @@ impl<B: Backend> GrpcTransport<B> {
 }
 
 impl<B: Backend> Transport<B> for GrpcTransport<B> {
+    fn ahead(&self) -> Option<KvAhead<B>> {
+        Some(KvAhead::new(self.shared.config.ahead_bytes))
+    }
+
     fn deliver(&self, parcel: Parcel<B>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
         let shared = self.shared.clone();
         async move { shared.deliver(parcel).await }.in_current_span().boxed()
@@ -91,7 +98,7 @@ impl<B: Backend> Shared<B> {
                 biased;
                 // The combiner may have all it wants before everything is sent.
                 answer = &mut answer => {
-                    let Sent { bytes, last_ready } = sent.unwrap_or_default();
+                    let Sent { bytes, last_ready, .. } = sent.unwrap_or_default();
                     return match answer {
                         Ok(_) => Ok(Delivered { bytes, exposed: last_ready.map(|at| at.elapsed()).unwrap_or_default() }),
                         Err(status) => Err(refusal(&status)),
@@ -126,51 +133,35 @@ impl<B: Backend> Shared<B> {
         };
         tell(&messages, Message::Header(header)).await?;
 
-        let news = Arc::new(Notify::new());
-        let waker = news.clone();
-        source.subscribe(Arc::new(move || waker.notify_one()));
-        let mut sent = Sent::default();
-        for layer in 0..self.layout.len() {
-            let part = match ready(source, layer, &news).await {
-                Ok(part) => part,
-                Err(reason) => {
-                    _ = tell(&messages, Message::Abort(v1::TransferAbort { transfer, reason: reason.clone() })).await;
-                    return Err(Stopped::Source(reason));
-                }
-            };
-            sent.last_ready = Some(Instant::now());
-            let encoded = encode(&part_to_host(&self.backend, &part));
-            let kind = match self.layout[layer] {
-                LayerKind::Recurrent => v1::PartKind::Recurrent,
-                LayerKind::Attention => v1::PartKind::Attention,
-            };
-            let part_bytes = encoded.len() as u64;
-            for at in (0..encoded.len()).step_by(self.config.chunk_bytes) {
-                let data = encoded.slice(at..encoded.len().min(at + self.config.chunk_bytes));
-                let chunk = v1::PartChunk {
-                    transfer,
-                    key: convert::key_bytes(parcel.key.as_bytes()),
-                    layer: layer as u32,
-                    kind: kind as i32,
-                    token_begin: seam as u32,
-                    token_end: tokens.len() as u32,
-                    offset: at as u64,
-                    part_bytes,
-                    crc32c: crc32c::crc32c(&data),
-                    data,
-                };
-                tell(&messages, Message::Chunk(chunk)).await?;
-            }
-            sent.bytes += part_bytes;
-        }
-        let end = v1::TransferEnd { transfer, parts: self.layout.len() as u32, bytes: sent.bytes };
-        tell(&messages, Message::End(end)).await?;
-        Ok(sent)
+        let mut outgoing = Outgoing {
+            shared: self,
+            key: convert::key_bytes(parcel.key.as_bytes()),
+            transfer,
+            seam,
+            messages,
+            sent_tokens: vec![Vec::new(); self.layout.len()],
+            sent: Sent::default(),
+        };
+        outgoing.parts(source, parcel.ahead.as_deref()).await?;
+        Ok(outgoing.sent)
     }
+}
+
+/// A transfer being sent.
+struct Outgoing<'a, B: Backend> {
+    shared: &'a Shared<B>,
+    key: Bytes,
+    transfer: Option<v1::TransferId>,
+    seam: usize,
+    messages: mpsc::Sender<v1::TransferMessage>,
+    /// Per layer, the tokens of the body whose K and V were sent ahead of the part: ascending, disjoint.
+    sent_tokens: Vec<Vec<Range<usize>>>,
+    sent: Sent,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Sent {
+    parts: u32,
     bytes: u64,
     last_ready: Option<Instant>,
 }
@@ -183,19 +174,140 @@ enum Stopped {
     Closed,
 }
 
+impl<B: Backend> Outgoing<'_, B> {
+    /// Everything, in the order in which a composition needs it: the parts that are final by layer, and while the next is
+    /// not, what has come of later ones.
+    async fn parts(&mut self, source: &Source<B>, ahead: Option<&KvAhead<B>>) -> Result<(), Stopped> {
+        let news = Arc::new(Notify::new());
+        let waker = news.clone();
+        source.subscribe(Arc::new(move || waker.notify_one()));
+        let mut layer = 0;
+        while layer < self.shared.layout.len() {
+            match source.part(layer) {
+                PartState::Ready(part) => {
+                    self.sent.last_ready = Some(Instant::now());
+                    self.rest(layer, &part, source.tokens().len() - self.seam).await?;
+                    layer += 1;
+                }
+                PartState::Failed(reason) => return Err(self.abort(reason.to_string()).await),
+                PartState::Pending => match ahead.and_then(KvAhead::take) {
+                    Some(range) => self.range(range).await?,
+                    None => tokio::select! {
+                        () = news.notified() => {}
+                        () = offered(ahead) => {}
+                    },
+                },
+            }
+        }
+        let Sent { parts, bytes, .. } = self.sent;
+        let end = v1::TransferEnd { transfer: self.transfer, parts, bytes };
+        self.tell(Message::End(end)).await
+    }
+
+    async fn abort(&self, reason: String) -> Stopped {
+        let abort = v1::TransferAbort { transfer: self.transfer, reason: reason.clone() };
+        _ = self.tell(Message::Abort(abort)).await;
+        Stopped::Source(reason)
+    }
+
+    /// K and V of some tokens of a layer that is not final.
+    async fn range(&mut self, range: KvRange<B>) -> Result<(), Stopped> {
+        let KvRange { layer, tokens, kv } = range;
+        let before = self.sent_tokens[layer].last().map_or(0, |sent| sent.end);
+        debug_assert!(before <= tokens.start, "layer {layer}: {tokens:?} behind tokens up to {before}");
+        self.sent_tokens[layer].push(tokens.clone());
+        self.kv(layer, tokens.clone(), &kv, tokens.start).await
+    }
+
+    /// What has not been sent of a part that is final.
+    async fn rest(&mut self, layer: usize, part: &LayerPart<B>, body: usize) -> Result<(), Stopped> {
+        match part {
+            LayerPart::Recurrent(_) => {
+                let encoded = encode(&part_to_host(&self.shared.backend, part));
+                self.part(layer, LayerKind::Recurrent, 0..body, encoded).await
+            }
+            LayerPart::Attention(kv) => {
+                for tokens in gaps(&std::mem::take(&mut self.sent_tokens[layer]), body) {
+                    self.kv(layer, tokens, kv, 0).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// K and V of `tokens` of the body, in ranges of bounded size. Row 0 of `kv` is the token `first`.
+    async fn kv(&mut self, layer: usize, tokens: Range<usize>, kv: &B::Kv, first: usize) -> Result<(), Stopped> {
+        let Shared { backend, config, .. } = self.shared;
+        let (rows, shape) = (backend.kv_len(kv), backend.kv_shape(kv));
+        let row_bytes = (shape.heads * (shape.d_k + shape.d_v) * shape.dtype.size()).max(1);
+        let step = (config.range_bytes / row_bytes).max(1);
+        for from in tokens.clone().step_by(step) {
+            let tokens = from..tokens.end.min(from + step);
+            let chosen = tokens.start - first..tokens.end - first;
+            let host = if chosen == (0..rows) {
+                backend.kv_download(kv)
+            } else {
+                backend.kv_download(&backend.kv_copy(kv, chosen))
+            };
+            let encoded = encode(&LayerPart::Attention(host));
+            self.part(layer, LayerKind::Attention, tokens, encoded).await?;
+        }
+        Ok(())
+    }
+
+    /// One encoded part, which covers `tokens` of the body, in chunks.
+    async fn part(
+        &mut self,
+        layer: usize,
+        kind: LayerKind,
+        tokens: Range<usize>,
+        encoded: Bytes,
+    ) -> Result<(), Stopped> {
+        let part_bytes = encoded.len() as u64;
+        let chunk_bytes = self.shared.config.chunk_bytes.max(1);
+        for at in (0..encoded.len()).step_by(chunk_bytes) {
+            let data = encoded.slice(at..encoded.len().min(at + chunk_bytes));
+            let chunk = v1::PartChunk {
+                transfer: self.transfer,
+                key: self.key.clone(),
+                layer: layer as u32,
+                kind: wire_kind(kind) as i32,
+                token_begin: (self.seam + tokens.start) as u32,
+                token_end: (self.seam + tokens.end) as u32,
+                offset: at as u64,
+                part_bytes,
+                crc32c: crc32c::crc32c(&data),
+                data,
+            };
+            self.tell(Message::Chunk(chunk)).await?;
+        }
+        self.sent.parts += 1;
+        self.sent.bytes += part_bytes;
+        Ok(())
+    }
+
+    async fn tell(&self, message: Message) -> Result<(), Stopped> {
+        tell(&self.messages, message).await
+    }
+}
+
 async fn tell(messages: &mpsc::Sender<v1::TransferMessage>, message: Message) -> Result<(), Stopped> {
     messages.send(v1::TransferMessage { message: Some(message) }).await.map_err(|_| Stopped::Closed)
 }
 
-/// The part of `layer`, once it is final.
-async fn ready<B: Backend>(source: &Source<B>, layer: usize, news: &Notify) -> Result<Arc<LayerPart<B>>, String> {
-    loop {
-        match source.part(layer) {
-            PartState::Ready(part) => return Ok(part),
-            PartState::Failed(reason) => return Err(reason.to_string()),
-            PartState::Pending => news.notified().await,
-        }
+/// Resolves when there is something to be sent ahead.
+async fn offered<B: Backend>(ahead: Option<&KvAhead<B>>) {
+    match ahead {
+        Some(ahead) => ahead.offered().await,
+        None => std::future::pending().await,
     }
+}
+
+/// The tokens of `0..body` that are in none of `sent`, which ascend and are disjoint.
+fn gaps(sent: &[Range<usize>], body: usize) -> Vec<Range<usize>> {
+    let ends = std::iter::once(0).chain(sent.iter().map(|range| range.end));
+    let starts = sent.iter().map(|range| range.start).chain(std::iter::once(body));
+    ends.zip(starts).map(|(from, to)| from..to).filter(|range| !range.is_empty()).collect()
 }
 
 fn refusal(status: &Status) -> DeliveryError {
@@ -203,5 +315,24 @@ fn refusal(status: &Status) -> DeliveryError {
     match status.code() {
         Code::FailedPrecondition | Code::NotFound | Code::Cancelled => DeliveryError::Unwanted(message),
         _ => DeliveryError::Failed(message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_are_what_was_not_sent() {
+        let ranges = |of: &[(usize, usize)]| of.iter().map(|&(from, to)| from..to).collect::<Vec<_>>();
+        for (sent, missing) in [
+            (&[][..], &[(0, 10)][..]),
+            (&[(0, 4), (4, 6)], &[(6, 10)]),
+            (&[(2, 4), (6, 8)], &[(0, 2), (4, 6), (8, 10)]),
+            (&[(4, 10)], &[(0, 4)]),
+            (&[(0, 10)], &[]),
+        ] {
+            assert_eq!(gaps(&ranges(sent), 10), ranges(missing), "{sent:?}");
+        }
     }
 }
