@@ -1,4 +1,4 @@
-//! What comes to a store and what goes, for those who keep a copy of its contents.
+//! What comes to a store, what goes and what is in the making, for those who keep a copy of that.
 //!
 //! Changes are told under the store's lock, in order, to a channel of bounded length: a watcher that cannot keep up
 //! loses the thread, is told so ([`Lagged`]) and has to watch anew. Nobody waits for a watcher.
@@ -31,6 +31,10 @@ pub enum Change<P> {
     Prefix(PrefixKey, Weak<P>),
     /// A prefix state went.
     PrefixGone(PrefixKey),
+    /// An entry is in the making from now on.
+    Begun(EntryKey),
+    /// It is no longer: it is there, was not kept, or failed.
+    Ended(EntryKey),
 }
 
 impl<P> Change<P> {
@@ -50,6 +54,8 @@ impl<P> Clone for Change<P> {
             Change::EntryGone(key) => Change::EntryGone(*key),
             Change::Prefix(key, state) => Change::Prefix(*key, state.clone()),
             Change::PrefixGone(key) => Change::PrefixGone(*key),
+            Change::Begun(key) => Change::Begun(*key),
+            Change::Ended(key) => Change::Ended(*key),
         }
     }
 }

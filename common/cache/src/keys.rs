@@ -67,7 +67,7 @@ impl EntryKey {
 pub(crate) struct Framer(blake3::Hasher);
 
 impl Framer {
-    /// Bytes of tokens that are handed to the hash at once.
+    /// Tokens that are handed to the hash at once: enough to keep all of its lanes busy.
     const CHUNK: usize = 4096;
 
     pub(crate) fn new(context: &str, space: &KeySpace) -> Self {
@@ -92,28 +92,27 @@ impl Framer {
     }
 
     pub(crate) fn tokens(&mut self, tokens: &[u32]) {
+        const EACH: usize = 4;
         self.number(tokens.len());
-        self.each(tokens, |token, out| out.extend(token.to_le_bytes()));
+        let mut bytes = [0; EACH * Self::CHUNK];
+        for tokens in tokens.chunks(Self::CHUNK) {
+            for (out, token) in bytes.chunks_exact_mut(EACH).zip(tokens) {
+                out.copy_from_slice(&token.to_le_bytes());
+            }
+            self.0.update(&bytes[..EACH * tokens.len()]);
+        }
     }
 
     /// Tokens without a length, each behind `tag`.
     pub(crate) fn tagged_tokens(&mut self, tag: u8, tokens: &[u32]) {
-        self.each(tokens, |token, out| {
-            out.push(tag);
-            out.extend(token.to_le_bytes());
-        });
-    }
-
-    fn each(&mut self, tokens: &[u32], write: impl Fn(u32, &mut Vec<u8>)) {
-        let mut chunk = Vec::with_capacity(Self::CHUNK + 8);
-        for &token in tokens {
-            write(token, &mut chunk);
-            if chunk.len() >= Self::CHUNK {
-                self.0.update(&chunk);
-                chunk.clear();
+        const EACH: usize = 5;
+        let mut bytes = [tag; EACH * Self::CHUNK];
+        for tokens in tokens.chunks(Self::CHUNK) {
+            for (out, token) in bytes.chunks_exact_mut(EACH).zip(tokens) {
+                out[1..].copy_from_slice(&token.to_le_bytes());
             }
+            self.0.update(&bytes[..EACH * tokens.len()]);
         }
-        self.0.update(&chunk);
     }
 
     pub(crate) fn hash(&self) -> [u8; 32] {

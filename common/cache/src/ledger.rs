@@ -114,6 +114,11 @@ impl<S: Storage, P: Stored> Ledger<S, P> {
         (entries.chain(prefixes).collect(), self.journal.watch())
     }
 
+    /// Tell watchers of something that is no resident's coming or going.
+    pub fn tell(&self, change: Change<P>) {
+        self.journal.tell(change);
+    }
+
     /// Finds an entry; one that is found has been used and has one more pin.
     pub fn look_up(&mut self, key: &EntryKey, tokens: &Arc<[u32]>) -> Lookup<S> {
         let Some(slot) = self.entries.get_mut(key) else {

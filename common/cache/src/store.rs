@@ -105,6 +105,7 @@ impl<S: Storage, P: Stored> Store<S, P> {
         if shareable {
             flights.insert(key, flight.clone());
             ledger.stats.flights = flights.len();
+            ledger.tell(Change::Begun(key));
         } else {
             ledger.stats.hash_mismatches += 1;
             warn!(entry = %key, "other tokens under the same key; computing without sharing");
@@ -144,9 +145,12 @@ impl<S: Storage, P: Stored> Store<S, P> {
         self.shared.state.lock().ledger.contains(&key)
     }
 
-    /// All that the store holds, and every change from now on, in order.
+    /// All that the store holds and all that is in the making, and every change from now on, in order.
     pub fn watch(&self) -> (Vec<Change<P>>, Watch<P>) {
-        self.shared.state.lock().ledger.watch()
+        let state = self.shared.state.lock();
+        let (mut held, changes) = state.ledger.watch();
+        held.extend(state.flights.keys().map(|&key| Change::Begun(key)));
+        (held, changes)
     }
 
     /// Keeps a prefix state, if there is room, whose computation took `cost`; says whether it is
@@ -220,6 +224,7 @@ impl<S: Storage, P: Stored> State<S, P> {
         let landed = self.flights.remove(key);
         debug_assert!(landed.is_some_and(|landed| Arc::ptr_eq(&landed, flight)), "a flight is listed until it ends");
         self.ledger.stats.flights = self.flights.len();
+        self.ledger.tell(Change::Ended(*key));
     }
 }
 

@@ -1,5 +1,6 @@
 //! Tests of the store over a memory that holds nothing.
 
+mod changes;
 mod claims;
 mod hammer;
 mod prefixes;

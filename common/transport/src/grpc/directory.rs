@@ -1,9 +1,11 @@
-//! What members hold: the service that tells it, and the copy that a router keeps.
+//! What members hold: the service that tells it, and the copies that a router keeps, all in one [`Index`].
 //!
 //! A copy is a hint: an entry may be gone when it is asked for. It follows a snapshot and every change behind it, by
 //! number; a gap, an unknown incarnation or a broken stream empties it and watches anew, and it goes with its member.
 
-use std::collections::{BTreeMap, HashMap};
+mod holdings;
+mod index;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,13 +17,13 @@ use hypic_proto::v1::directory_client::DirectoryClient;
 use hypic_proto::v1::directory_server::{Directory as DirectoryRpc, DirectoryServer};
 use hypic_proto::v1::directory_update::Update;
 use hypic_state::Stored;
-use parking_lot::RwLock;
 use tokio::time::sleep;
 use tonic::{Request, Response, Status};
 use tracing::debug;
 
 use super::{MESSAGE_LIMIT, Remote, convert};
-use crate::PrefixHit;
+pub use holdings::Holdings;
+pub use index::Index;
 
 /// What a prefix state is known by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +101,8 @@ impl<P: Stored> Following<P> {
                     None => continue,
                 },
                 Change::PrefixGone(key) => Update::PrefixEvict(convert::key_bytes(key.as_bytes())),
+                Change::Begun(key) => Update::Begun(convert::key_bytes(key.as_bytes())),
+                Change::Ended(key) => Update::Ended(convert::key_bytes(key.as_bytes())),
             };
             self.sequence += 1;
             let (incarnation, sequence) = (self.incarnation, self.sequence);
@@ -128,126 +132,15 @@ fn snapshots<P>(held: Vec<Change<P>>, note: fn(&P) -> PrefixNote) -> Vec<v1::Dir
         match change {
             Change::Entry { key, tokens, bytes } => last.entries.push(insert(key, tokens, bytes)),
             Change::Prefix(key, state) => last.prefixes.extend(state.upgrade().map(|s| prefix(key, note(&s)))),
-            Change::EntryGone(_) | Change::PrefixGone(_) => {}
+            Change::Begun(key) => last.begun.push(convert::key_bytes(key.as_bytes())),
+            Change::EntryGone(_) | Change::PrefixGone(_) | Change::Ended(_) => {}
         }
-        if last.entries.len() + last.prefixes.len() >= SNAPSHOT_ENTRIES {
+        if last.entries.len() + last.prefixes.len() + last.begun.len() >= SNAPSHOT_ENTRIES {
             last.more = true;
             all.push(v1::DirectorySnapshot::default());
         }
     }
     all
-}
-
-fn entry_key(bytes: &[u8]) -> Result<EntryKey, String> {
-    convert::entry_key(bytes).map_err(|status| status.message().to_string())
-}
-
-fn prefix_key(bytes: &[u8]) -> Result<PrefixKey, String> {
-    convert::prefix_key(bytes).map_err(|status| status.message().to_string())
-}
-
-/// A copy of what one member holds.
-#[derive(Default)]
-pub struct Holdings {
-    held: RwLock<Held>,
-}
-
-#[derive(Default)]
-struct Held {
-    entries: HashMap<EntryKey, u32>,
-    prefixes: HashMap<PrefixKey, PrefixNote>,
-    /// How many prefix states there are of each length.
-    lengths: HashMap<PrefixKey, BTreeMap<usize, usize>>,
-    incarnation: u64,
-    sequence: u64,
-}
-
-impl Holdings {
-    /// Whether the entry is there.
-    pub fn has(&self, key: EntryKey) -> bool {
-        self.held.read().entries.contains_key(&key)
-    }
-
-    /// Number of entries.
-    pub fn entries(&self) -> usize {
-        self.held.read().entries.len()
-    }
-
-    /// Lengths of the prefix states under `root`, ascending.
-    pub fn prefix_lengths(&self, root: PrefixKey) -> Vec<usize> {
-        self.held.read().lengths.get(&root).map(|counts| counts.keys().copied().collect()).unwrap_or_default()
-    }
-
-    /// The prefix state `key`.
-    pub fn prefix(&self, key: PrefixKey) -> Option<PrefixHit> {
-        let note = *self.held.read().prefixes.get(&key)?;
-        Some(PrefixHit { key, tokens: note.tokens, exact: note.exact })
-    }
-
-    fn clear(&self) {
-        *self.held.write() = Held::default();
-    }
-
-    /// Take in an update; an error means that the copy is worthless now.
-    fn apply(&self, message: v1::DirectoryUpdate) -> Result<(), String> {
-        let mut held = self.held.write();
-        match message.update {
-            Some(Update::Snapshot(snapshot)) => {
-                held.incarnation = message.incarnation;
-                held.sequence = message.sequence;
-                for entry in snapshot.entries {
-                    held.insert(&entry)?;
-                }
-                return snapshot.prefixes.iter().try_for_each(|p| held.insert_prefix(p));
-            }
-            _ if message.incarnation != held.incarnation => return Err("another incarnation".to_string()),
-            _ if message.sequence != held.sequence + 1 => {
-                return Err(format!("change {} after {}", message.sequence, held.sequence));
-            }
-            Some(Update::Insert(entry)) => held.insert(&entry)?,
-            Some(Update::Evict(evict)) => {
-                held.entries.remove(&entry_key(&evict.key)?);
-            }
-            Some(Update::PrefixInsert(prefix)) => held.insert_prefix(&prefix)?,
-            Some(Update::PrefixEvict(key)) => {
-                held.remove_prefix(prefix_key(&key)?);
-            }
-            // What a later version may say.
-            None => {}
-        }
-        held.sequence = message.sequence;
-        Ok(())
-    }
-}
-
-impl Held {
-    fn insert(&mut self, entry: &v1::DirectoryInsert) -> Result<(), String> {
-        self.entries.insert(entry_key(&entry.key)?, entry.tokens);
-        Ok(())
-    }
-
-    fn insert_prefix(&mut self, p: &v1::DirectoryPrefix) -> Result<(), String> {
-        let (root, key) = (prefix_key(&p.root)?, prefix_key(&p.key)?);
-        self.remove_prefix(key);
-        let note = PrefixNote { root, tokens: p.tokens as usize, exact: p.exact as usize };
-        self.prefixes.insert(key, note);
-        *self.lengths.entry(root).or_default().entry(note.tokens).or_default() += 1;
-        Ok(())
-    }
-
-    fn remove_prefix(&mut self, key: PrefixKey) {
-        let Some(note) = self.prefixes.remove(&key) else { return };
-        let Some(counts) = self.lengths.get_mut(&note.root) else { return };
-        if let Some(count) = counts.get_mut(&note.tokens) {
-            *count -= 1;
-            if *count == 0 {
-                counts.remove(&note.tokens);
-            }
-        }
-        if counts.is_empty() {
-            self.lengths.remove(&note.root);
-        }
-    }
 }
 
 /// Keep `holdings` a copy of what `remote` holds, until it is taken for dead; it is empty then. `pause` lies between a
@@ -261,12 +154,14 @@ pub async fn follow(remote: Arc<dyn Remote>, watcher: String, holdings: Arc<Hold
         };
         debug!(member = remote.id(), reason = failed, "watching its directory anew");
         holdings.clear();
+        holdings.sweep().await;
         tokio::select! {
             () = down.cancelled() => break,
             () = sleep(pause) => {}
         }
     }
     holdings.clear();
+    holdings.sweep().await;
 }
 
 async fn watch(remote: &dyn Remote, watcher: &str, holdings: &Holdings) -> String {

@@ -4,6 +4,7 @@
 //! connection, and means that the other side is gone. What a remote role holds is known from its directory
 //! ([`Holdings`]); a call ends at once when the member is taken for dead.
 
+mod assembly;
 mod combine;
 mod convert;
 mod directory;
@@ -25,7 +26,7 @@ use tonic::transport::Channel;
 
 pub use combine::{CombineService, RemoteCombine};
 pub use convert::REASON;
-pub use directory::{DirectoryService, Holdings, PrefixNote, follow};
+pub use directory::{DirectoryService, Holdings, Index, PrefixNote, follow};
 pub use receive::Receiver;
 pub use scatter::{RemoteScatter, ScatterService};
 pub use send::GrpcTransport;
@@ -42,11 +43,16 @@ pub struct GrpcConfig {
     pub chunk_bytes: usize,
     /// Messages that wait to be sent at most, per transfer.
     pub chunks_ahead: usize,
+    /// Bytes of K and V that are encoded at a time; a layer that has more leaves in several ranges of tokens.
+    pub range_bytes: usize,
+    /// Bytes of K and V of unfinished layers that wait to be sent at most, per transfer, and one range more. What finds
+    /// no room leaves with its layer.
+    pub ahead_bytes: usize,
     /// Time in which the combiner must have opened a transfer that begins to arrive: the plan is on its way as well.
     pub open_wait: Duration,
     /// Time in which a combiner that the router names must have shown itself to the worker.
     pub member_wait: Duration,
-    /// Bytes of one encoded part at most.
+    /// Encoded bytes of one layer at most.
     pub part_limit: u64,
 }
 
@@ -55,6 +61,8 @@ impl Default for GrpcConfig {
         GrpcConfig {
             chunk_bytes: 1 << 20,
             chunks_ahead: 4,
+            range_bytes: 16 << 20,
+            ahead_bytes: 64 << 20,
             open_wait: Duration::from_secs(5),
             member_wait: Duration::from_secs(2),
             part_limit: 8 << 30,
