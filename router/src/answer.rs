@@ -273,6 +273,10 @@ impl Running {
             if matches!(why, CombineError::Overloaded { .. }) && !begun {
                 return Turn::Failed(combine_error(why));
             }
+            if !self.core.fleet.may_have_another(&self.avoid.combiners) {
+                let message = format!("{why}, and there is no other combiner: ask again");
+                return Turn::Failed(Error::new(ErrorKind::Unavailable, message));
+            }
             if tokio::time::Instant::now() >= until {
                 let message = format!(
                     "{why}, and no other combiner took the request up within {} s: ask again",

@@ -2,10 +2,12 @@
 //! first (LPT, Graham 1969; on workers of equal speed within 4/3 - 1/(3m) of the best makespan on m workers).
 //!
 //! Owns each worker's backlog (estimated time of the work that it was given and has not finished) and its speed as
-//! measured. A backlog is the sum of [`Charge`] guards: it goes down exactly once for every guard, by just what the
+//! measured, computing and sending: what a worker computes leaves it while it computes, so a segment takes the longer of
+//! both. A backlog is the sum of [`Charge`] guards: it goes down exactly once for every guard, by just what the
 //! guard added, whether the work is completed, fails, is cancelled or panics. What can go wrong: there may be no worker
 //! to assign to, which is a typed error; estimates may be off, which costs time and corrects itself as jobs complete.
 
+mod link;
 mod speed;
 
 use std::collections::BTreeMap;
@@ -15,6 +17,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub use link::LinkConfig;
+use link::{Link, Sizes};
 use speed::SpeedModel;
 pub use speed::{Speed, SpeedConfig};
 
@@ -85,6 +89,8 @@ pub struct WorkerLoad {
     pub speed: Speed,
     /// Completed segments that the speed was learned from.
     pub measured: u64,
+    /// Bytes per second of its link: measured, else that of all workers together, else the configured one.
+    pub bytes_per_second: f64,
 }
 
 /// A shared handle to all workers' loads; clones are the same balancer.
@@ -96,12 +102,15 @@ pub struct Balancer {
 #[derive(Debug)]
 struct Fleet {
     config: SpeedConfig,
+    links: LinkConfig,
     /// In the order in which they were added, which decides between equals. Never reused, so a worker that comes back
     /// under its old name is another one and owes nothing.
     workers: BTreeMap<Incarnation, Worker>,
     next: Incarnation,
     /// Learned from every completed job: the best guess for a worker that has not completed one.
     pooled: SpeedModel,
+    pooled_link: Link,
+    sizes: Sizes,
 }
 
 /// One life of a worker.
@@ -115,14 +124,27 @@ struct Worker {
     backlog: u128,
     segments: usize,
     model: SpeedModel,
+    link: Link,
 }
 
 impl Balancer {
-    /// A balancer without workers.
+    /// A balancer without workers, whose links cost nothing.
     pub fn new(config: SpeedConfig) -> Self {
-        let pooled = SpeedModel::new(&config);
-        let fleet = Fleet { config, workers: BTreeMap::new(), next: Incarnation(0), pooled };
+        let fleet = Fleet {
+            pooled: SpeedModel::new(&config),
+            config,
+            links: LinkConfig::FREE,
+            workers: BTreeMap::new(),
+            next: Incarnation(0),
+            pooled_link: Link::default(),
+            sizes: Sizes::default(),
+        };
         Balancer { fleet: Arc::new(Mutex::new(fleet)) }
+    }
+
+    /// What is expected of links until transfers have been seen. What was learned stays.
+    pub fn set_links(&self, links: LinkConfig) {
+        self.fleet.lock().links = links;
     }
 
     /// Make a worker known, idle.
@@ -138,7 +160,7 @@ impl Balancer {
         let incarnation = fleet.next;
         fleet.next = Incarnation(incarnation.0 + 1);
         let model = SpeedModel::new(&fleet.config);
-        fleet.workers.insert(incarnation, Worker { id, backlog: 0, segments: 0, model });
+        fleet.workers.insert(incarnation, Worker { id, backlog: 0, segments: 0, model, link: Link::default() });
         Ok(())
     }
 
@@ -195,25 +217,58 @@ impl Balancer {
     /// Estimated time of a prefill of `tokens` on a worker, without its backlog; `None` if the worker is not known.
     pub fn estimate(&self, worker: &str, tokens: usize) -> Option<Duration> {
         let fleet = self.fleet.lock();
-        let worker = fleet.workers.values().find(|known| known.id.as_str() == worker)?;
-        Some(fleet.speed(worker).time(tokens))
+        Some(fleet.time(fleet.worker(worker)?, tokens))
+    }
+
+    /// Estimated time for a worker to send what it holds, without its backlog: an entry of `bytes`, or one of `tokens` if
+    /// its bytes are not known. `None` if the worker is not known.
+    pub fn sending(&self, worker: &str, tokens: usize, bytes: Option<u64>) -> Option<Duration> {
+        let fleet = self.fleet.lock();
+        let bytes = bytes.map_or_else(|| fleet.sizes.bytes(tokens, &fleet.links), |bytes| bytes as f64);
+        Some(fleet.link(fleet.worker(worker)?).time(bytes, &fleet.links))
+    }
+
+    /// Estimated time for some worker to send an entry of `tokens`.
+    pub fn sending_anywhere(&self, tokens: usize) -> Duration {
+        let fleet = self.fleet.lock();
+        fleet.pooled_link.time(fleet.sizes.bytes(tokens, &fleet.links), &fleet.links)
+    }
+
+    /// A worker sent an entry of `tokens` that it held, all of whose `bytes` took `time`; no bytes, as within a process,
+    /// say nothing.
+    pub fn sent(&self, worker: &str, tokens: usize, bytes: u64, time: Duration) {
+        if bytes == 0 {
+            return;
+        }
+        let fleet = &mut *self.fleet.lock();
+        if let Some(worker) = fleet.workers.values_mut().find(|known| known.id.as_str() == worker) {
+            worker.link.learn(bytes, time, &fleet.links);
+            fleet.pooled_link.learn(bytes, time, &fleet.links);
+        }
+        fleet.sizes.learn(tokens, bytes, &fleet.links);
+    }
+
+    /// An entry of `tokens` had so many bytes.
+    pub fn sized(&self, tokens: usize, bytes: u64) {
+        let fleet = &mut *self.fleet.lock();
+        fleet.sizes.learn(tokens, bytes, &fleet.links);
     }
 
     /// Charge a worker with the prefill of a segment; `None` if it is not known.
     pub fn charge(&self, worker: &str, tokens: usize) -> Option<Charge> {
-        self.charge_as(worker, tokens, |speed| speed.time(tokens))
+        self.charge_as(worker, tokens, |fleet, worker| fleet.time(worker, tokens))
     }
 
     /// Charge a worker with work that is no prefill and takes about `time`; nothing is learned from it. `None` if it is
     /// not known.
     pub fn charge_time(&self, worker: &str, time: Duration) -> Option<Charge> {
-        self.charge_as(worker, 0, |_| time)
+        self.charge_as(worker, 0, |_, _| time)
     }
 
-    fn charge_as(&self, worker: &str, tokens: usize, time: impl Fn(Speed) -> Duration) -> Option<Charge> {
+    fn charge_as(&self, worker: &str, tokens: usize, time: impl Fn(&Fleet, &Worker) -> Duration) -> Option<Charge> {
         let mut fleet = self.fleet.lock();
         let (&incarnation, known) = fleet.workers.iter().find(|(_, known)| known.id.as_str() == worker)?;
-        let nanos = u64::try_from(time(fleet.speed(known)).as_nanos()).unwrap_or(u64::MAX);
+        let nanos = u64::try_from(time(&fleet, known).as_nanos()).unwrap_or(u64::MAX);
         let known = fleet.workers.get_mut(&incarnation).expect("found under the same lock");
         known.backlog += nanos as u128;
         known.segments += 1;
@@ -223,8 +278,13 @@ impl Balancer {
     /// Estimated time of the work that a worker has; `None` if it is not known.
     pub fn backlog(&self, worker: &str) -> Option<Duration> {
         let fleet = self.fleet.lock();
-        let worker = fleet.workers.values().find(|known| known.id.as_str() == worker)?;
-        Some(Duration::from_nanos(u64::try_from(worker.backlog).unwrap_or(u64::MAX)))
+        Some(Duration::from_nanos(u64::try_from(fleet.worker(worker)?.backlog).unwrap_or(u64::MAX)))
+    }
+
+    /// Estimated time of the work that all workers have together.
+    pub fn whole_backlog(&self) -> Duration {
+        let nanos = self.fleet.lock().workers.values().map(|worker| worker.backlog).sum::<u128>();
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
     /// The least estimated time, backlog included, in which a worker that is not excluded would have a segment done.
@@ -254,12 +314,27 @@ impl Balancer {
             segments: worker.segments,
             speed: fleet.speed(worker),
             measured: worker.model.measured(),
+            bytes_per_second: fleet.link(worker).rate(&fleet.links),
         };
         fleet.workers.values().map(load).collect()
     }
 }
 
 impl Fleet {
+    fn worker(&self, id: &str) -> Option<&Worker> {
+        self.workers.values().find(|known| known.id.as_str() == id)
+    }
+
+    fn link<'a>(&'a self, worker: &'a Worker) -> &'a Link {
+        if worker.link.is_measured() { &worker.link } else { &self.pooled_link }
+    }
+
+    /// To have a segment computed by a worker and sent: parts leave while others are computed.
+    fn time(&self, worker: &Worker, tokens: usize) -> Duration {
+        let sending = self.link(worker).time(self.sizes.bytes(tokens, &self.links), &self.links);
+        self.speed(worker).time(tokens).max(sending)
+    }
+
     fn speed(&self, worker: &Worker) -> Speed {
         let model = if worker.model.measured() > 0 { &worker.model } else { &self.pooled };
         model.speed()
@@ -269,7 +344,7 @@ impl Fleet {
     fn first_to_finish(&self, tokens: usize, excluded: &[WorkerId]) -> Option<(Incarnation, u64)> {
         let candidates = self.workers.iter().filter(|(_, worker)| !excluded.contains(&worker.id));
         let finishes = candidates.map(|(&incarnation, worker)| {
-            let nanos = u64::try_from(self.speed(worker).time(tokens).as_nanos()).unwrap_or(u64::MAX);
+            let nanos = u64::try_from(self.time(worker, tokens).as_nanos()).unwrap_or(u64::MAX);
             (worker.backlog + nanos as u128, incarnation, nanos)
         });
         finishes.min().map(|(_, incarnation, nanos)| (incarnation, nanos))

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// How failures are met. Times in seconds where they are read from a file.
+/// How failures are met.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FaultConfig {
@@ -13,16 +13,16 @@ pub struct FaultConfig {
     /// A segment is late after this factor times what it should take, the worker's backlog included.
     pub late_factor: f64,
     /// No segment is late before this.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub late_floor: Duration,
     /// The same while no job was measured yet, so that estimates are guesses.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub late_floor_unmeasured: Duration,
     /// A retry waits for a random time up to this, doubled with each further one.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub backoff_base: Duration,
     /// Longest of these waits.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub backoff_limit: Duration,
     /// Retries and hedges that may come at once.
     pub budget_burst: f64,
@@ -31,23 +31,23 @@ pub struct FaultConfig {
     /// A worker gets no work after so many real failures in a row.
     pub breaker_failures: u32,
     /// Until it is tried again after this.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub breaker_cool_down: Duration,
     /// Whether a request's last missing segment is given to an idle worker too.
     pub hedge: bool,
     /// It is after this factor times what it should take, the worker's backlog included.
     pub hedge_factor: f64,
     /// Not before this.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub hedge_floor: Duration,
     /// How long a request whose combiner is lost waits for another one.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub failover_wait: Duration,
     /// How often it looks for one meanwhile.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub failover_interval: Duration,
     /// How long a complete answer waits for what workers have to say of it.
-    #[serde(with = "crate::seconds")]
+    #[serde(with = "humantime_serde")]
     pub report_wait: Duration,
 }
 
@@ -119,12 +119,12 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_read_in_seconds() {
-        let config: FaultConfig = serde_json::from_str(r#"{"failover_wait": 0.5}"#).expect("one setting");
+    fn settings_are_read_with_their_units() {
+        let config: FaultConfig = serde_json::from_str(r#"{"failover_wait": "500ms"}"#).expect("one setting");
         assert_eq!(config, FaultConfig { failover_wait: Duration::from_millis(500), ..FaultConfig::default() });
         let whole = serde_json::to_string(&config).expect("JSON");
         assert_eq!(serde_json::from_str::<FaultConfig>(&whole).expect("read back"), config);
-        for wrong in [r#"{"failover_wait": -1}"#, r#"{"tries": 3}"#] {
+        for wrong in [r#"{"failover_wait": 1}"#, r#"{"failover_wait": "-1s"}"#, r#"{"tries": 3}"#] {
             serde_json::from_str::<FaultConfig>(wrong).expect_err(wrong);
         }
     }

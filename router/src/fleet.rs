@@ -3,15 +3,18 @@
 //! Owns the current view and, with it, who is known to the balancer: setting a view makes its workers known, idle, and
 //! forgets those that are not in it. Counts the plans that this router has at each combiner, because what a remote one
 //! tells of its load is a little old. What can go wrong: two members of one id, of which the first is used.
+//! Owns the index of what members hold, too: whoever follows a member's directory does so for a copy in that index.
 
 use std::collections::HashMap;
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use hypic_transport::grpc::Index;
 use hypic_transport::{Combine, Scatter};
 use parking_lot::{Mutex, RwLock};
 
 use crate::balance::{Balancer, SpeedConfig};
+use crate::directory::Directory;
 
 /// The members at one moment.
 #[derive(Clone, Default)]
@@ -29,24 +32,33 @@ impl View {
     }
 }
 
+/// Ids of combiners, if they are known.
+type Listed = Vec<Option<String>>;
+
 /// The members, changing.
 pub struct Fleet {
-    view: RwLock<Arc<View>>,
+    index: Arc<Index>,
+    present: RwLock<Arc<Directory>>,
     /// Held while the view changes, so that the balancer's workers are those of the view.
     changing: Mutex<()>,
     balancer: Balancer,
     /// Plans of this router at each combiner.
     plans: Mutex<HashMap<Arc<str>, usize>>,
+    /// Combiners that the membership lists, if that is known.
+    listed: Mutex<Option<Listed>>,
 }
 
 impl Fleet {
     /// These members.
     pub fn new(view: View) -> Self {
+        let index = Arc::<Index>::default();
         let fleet = Fleet {
-            view: RwLock::default(),
+            present: RwLock::new(Arc::new(Directory::new(index.clone(), View::default()))),
+            index,
             changing: Mutex::default(),
             balancer: Balancer::new(SpeedConfig::default()),
             plans: Mutex::default(),
+            listed: Mutex::default(),
         };
         fleet.set(view);
         fleet
@@ -66,7 +78,7 @@ impl Fleet {
                 tracing::warn!(worker = id, %error, "worker is not used");
             }
         }
-        *self.view.write() = Arc::new(view);
+        *self.present.write() = Arc::new(Directory::new(self.index.clone(), view));
         for id in before.difference(&ids) {
             self.balancer.remove_worker(id);
         }
@@ -74,7 +86,36 @@ impl Fleet {
 
     /// The members now.
     pub fn view(&self) -> Arc<View> {
-        self.view.read().clone()
+        self.present.read().view.clone()
+    }
+
+    /// What members of other processes hold. A member whose copy is part of it before it is [set](Self::set) is looked
+    /// up there; any other is asked by itself.
+    pub fn index(&self) -> &Arc<Index> {
+        &self.index
+    }
+
+    /// The members now, and what they hold.
+    pub(crate) fn directory(&self) -> Arc<Directory> {
+        self.present.read().clone()
+    }
+
+    /// These combiners stand in the membership, whether they answer or not, by their ids as far as those are known;
+    /// `None`: it is not known which do. A request that has lost its combiner waits for another one only if there may be
+    /// one.
+    pub fn set_listed_combiners(&self, listed: Option<Vec<Option<String>>>) {
+        *self.listed.lock() = listed;
+    }
+
+    /// Whether there may be a combiner that is not one of the `lost` ones.
+    pub(crate) fn may_have_another(&self, lost: &[String]) -> bool {
+        let listed = self.listed.lock();
+        let Some(listed) = &*listed else { return true };
+        let nameless = listed.iter().filter(|id| id.is_none()).count();
+        let others = listed.iter().flatten().any(|id| !lost.contains(id));
+        // A lost one that is not listed by its id was a nameless one, or is listed no more.
+        let unlisted = lost.iter().filter(|lost| !listed.iter().flatten().any(|id| id == *lost)).count();
+        others || nameless > unlisted
     }
 
     /// The workers' loads and speeds.
@@ -85,6 +126,11 @@ impl Fleet {
     /// Plans that this router has at a combiner.
     pub(crate) fn plans(&self, combiner: &str) -> usize {
         self.plans.lock().get(combiner).copied().unwrap_or_default()
+    }
+
+    /// Plans that this router has anywhere.
+    pub(crate) fn all_plans(&self) -> usize {
+        self.plans.lock().values().sum()
     }
 
     /// Count a plan at `combiner` until the guard goes.

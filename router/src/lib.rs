@@ -9,6 +9,7 @@ mod auth;
 mod balance;
 mod breaker;
 mod budget;
+mod directory;
 mod faults;
 mod fleet;
 mod flights;
@@ -18,7 +19,6 @@ mod http;
 mod plan;
 mod router;
 mod running;
-mod seconds;
 mod stats;
 #[cfg(test)]
 mod testing;
@@ -30,10 +30,10 @@ pub use api::{
     TokenLogprobs, Usage,
 };
 pub use auth::{ApiKeys, KeyFileError};
-pub use balance::{Assignment, BalanceError, Balancer, Charge, Speed, SpeedConfig, WorkerId, WorkerLoad};
+pub use balance::{Assignment, BalanceError, Balancer, Charge, LinkConfig, Speed, SpeedConfig, WorkerId, WorkerLoad};
 pub use faults::FaultConfig;
 pub use fleet::{Fleet, View};
-pub use front::{BindError, Front, FrontConfig, bind};
-pub use plan::PlanCosts;
+pub use front::{BindError, Front, FrontConfig, FrontLimits, bind};
+pub use plan::{PlanCosts, PlanTimes, ReplicateConfig};
 pub use router::{Router, RouterConfig, Served};
 pub use validate::{MAX_ANSWERS, MAX_LOGPROBS, MAX_STOPS, validate};

@@ -4,8 +4,11 @@
 //! What members hold is known from a directory that may be stale; every choice made on it here has a way back when the
 //! member says otherwise. The only thing that can go wrong is that no combiner is there.
 
+mod choose;
+mod costs;
 mod place;
 mod prefix;
+mod replicate;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,51 +20,19 @@ use hypic_text::Tokenized;
 use hypic_transport::{
     Combine, Delivery, Plan, PlanSegment, PrefillJob, PrefixHit, SavePoint, SegmentBody, TransferId,
 };
-use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::Mode;
+use crate::directory::Holders;
 use crate::router::Core;
+use choose::{Choice, Start};
+pub use costs::PlanCosts;
 pub(crate) use place::{Placement, Placer, rows};
+use place::{bound_alone, computed, place};
 use prefix::Prefixes;
-
-/// What work is reckoned to cost when a combiner and the workers are chosen. Times in seconds where they are read from a
-/// file.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct PlanCosts {
-    /// Of sending any entry.
-    #[serde(with = "crate::seconds")]
-    pub transfer: Duration,
-    /// Of sending a token's share of an entry.
-    #[serde(with = "crate::seconds")]
-    pub transfer_per_token: Duration,
-    /// A request that waits at a combiner, to one that comes after it.
-    #[serde(with = "crate::seconds")]
-    pub waiting: Duration,
-    /// An answer that is under way at a combiner, to one that comes after it.
-    #[serde(with = "crate::seconds")]
-    pub sequence: Duration,
-}
-
-impl Default for PlanCosts {
-    fn default() -> Self {
-        PlanCosts {
-            transfer: Duration::from_micros(500),
-            transfer_per_token: Duration::from_micros(5),
-            waiting: Duration::from_millis(250),
-            sequence: Duration::from_millis(2),
-        }
-    }
-}
-
-impl PlanCosts {
-    /// Of sending the entry of `tokens` tokens.
-    pub(crate) fn sending(&self, tokens: usize) -> Duration {
-        self.transfer + self.transfer_per_token.saturating_mul(u32::try_from(tokens).unwrap_or(u32::MAX))
-    }
-}
+pub use replicate::ReplicateConfig;
+pub(crate) use replicate::{Replicator, replicate};
 
 /// A prompt as token ids, with what its anchor may be.
 pub(crate) struct PromptTokens {
@@ -105,6 +76,16 @@ pub(crate) struct Planned {
     pub segments: Vec<PlannedSegment>,
     /// Tokens of the query.
     pub query: usize,
+    pub times: PlanTimes,
+}
+
+/// How long a plan took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PlanTimes {
+    /// Hashing the prompt's token ids into the keys of its segments and prefix states.
+    pub keying: Duration,
+    /// All else: looking them up, choosing a combiner and workers, and writing the plan.
+    pub planning: Duration,
 }
 
 /// An entry that a plan needs.
@@ -172,17 +153,26 @@ impl Planner<'_> {
         avoid: &Avoid,
         cancel: &CancellationToken,
     ) -> Option<Planned> {
-        let view = self.core.fleet.view();
-        let usable = |c: &&Arc<dyn Combine>| c.is_running() && !avoid.combiners.iter().any(|id| id == c.id());
-        let combiners: Vec<Arc<dyn Combine>> = view.combiners.iter().filter(usable).cloned().collect();
-        let placer = Placer::new(self.core, view);
-        let prefixes = Prefixes::new(&self.core.space, settings, tokens, &combiners);
+        let before = Instant::now();
+        let placer = Placer::new(self.core, self.core.fleet.directory());
+        let usable = |c: &Arc<dyn Combine>| c.is_running() && !avoid.combiners.iter().any(|id| id == c.id());
+        let combiners = placer.directory().view.combiners.iter().enumerate();
+        let combiners: Vec<(usize, Arc<dyn Combine>)> =
+            combiners.filter(|(_, c)| usable(c)).map(|(place, c)| (place, c.clone())).collect();
+        let prefixes = Prefixes::new(&self.core.space, settings, tokens, combiners.iter().map(|(_, c)| &**c));
         let keys = self.keys(settings, tokens);
-        let starts = combiners
-            .into_iter()
-            .enumerate()
-            .map(|(i, combiner)| Start { resume: prefixes.resume(i, &*combiner, &avoid.states), combiner });
-        let Start { combiner, resume } = self.choose(starts.collect(), &placer, settings, tokens, &keys)?;
+        let keying = before.elapsed();
+
+        let before = Instant::now();
+        let holders: Vec<Option<Holders>> =
+            keys.iter().map(|key| key.map(|key| placer.directory().holders(key))).collect();
+        let starts = combiners.into_iter().enumerate().map(|(i, (place, combiner))| Start {
+            resume: prefixes.resume(i, &*combiner, &avoid.states),
+            place,
+            combiner,
+        });
+        let choice = Choice { core: self.core, placer: &placer, settings, tokens, holders: &holders };
+        let Start { combiner, place: chosen, resume } = choice.choose(starts.collect())?;
 
         let start = resume.as_ref().map_or(0, |hit| hit.tokens);
         let saves = prefixes.saves(&*combiner, self.core.config.boundary_share, start);
@@ -192,18 +182,21 @@ impl Planner<'_> {
             segments: Vec::with_capacity(tokens.segments.len()),
             query: tokens.query.len(),
             combiner,
+            times: PlanTimes { keying, ..PlanTimes::default() },
         };
         let mut at = 0;
         for (index, segment) in tokens.segments.iter().enumerate() {
             let covered = start.saturating_sub(at).min(segment.len());
             at += segment.len();
-            add_segment(&mut planned, settings, index, segment, covered, keys[index]);
+            let held = holders[index].as_ref().is_some_and(|holders| holders.combiners.contains(&chosen));
+            add_segment(&mut planned, settings, index, segment, covered, keys[index].map(|key| (key, held)));
         }
         planned.plan.query = tokens.query[start.saturating_sub(at)..].to_vec();
-        place(&placer, &mut planned.wanted);
+        place(&placer, &mut planned.wanted, &holders);
         let speed = self.core.fleet.balancer().speed();
         let bound = bound_alone(&computed(&planned.wanted, |rows| speed.time(rows)), placer.workers());
         (0..bound).for_each(|_| metrics().makespan_bound_segment());
+        planned.times.planning = before.elapsed();
         Some(planned)
     }
 
@@ -216,80 +209,6 @@ impl Planner<'_> {
         };
         tokens.segments.iter().enumerate().map(key).collect()
     }
-
-    /// The start by which the prompt is done first, as far as can be told.
-    fn choose(
-        &self,
-        mut starts: Vec<Start>,
-        placer: &Placer<'_>,
-        settings: &Settings,
-        tokens: &Tokenized,
-        keys: &[Option<EntryKey>],
-    ) -> Option<Start> {
-        if starts.len() <= 1 {
-            return starts.pop();
-        }
-        // The same for all combiners: what each body costs that a combiner does not hold.
-        let held: Vec<bool> = keys.iter().map(|key| key.is_some_and(|key| placer.is_held(key))).collect();
-        let cost = |start: &Start| self.cost(start, placer, settings, tokens, keys, &held);
-        let costs: Vec<Duration> = starts.iter().map(cost).collect();
-        let best = (0..starts.len()).min_by_key(|&i| costs[i])?;
-        Some(starts.swap_remove(best))
-    }
-
-    fn cost(
-        &self,
-        start: &Start,
-        placer: &Placer<'_>,
-        settings: &Settings,
-        tokens: &Tokenized,
-        keys: &[Option<EntryKey>],
-        held: &[bool],
-    ) -> Duration {
-        let (costs, speed) = (&self.core.config.costs, self.core.fleet.balancer().speed());
-        let load = start.combiner.load();
-        // What it tells may be a little old: this router's own plans are known better.
-        let sequences = load.sequences.max(self.core.fleet.plans(start.combiner.id()).saturating_sub(load.waiting));
-        let times = |time: Duration, n: usize| time.saturating_mul(u32::try_from(n).unwrap_or(u32::MAX));
-        let queue = times(costs.waiting, load.waiting) + times(costs.sequence, sequences);
-
-        let from = start.resume.as_ref().map_or(0, |hit| hit.tokens);
-        let (mut at, mut rows) = (0, 0);
-        let (mut longest, mut work, mut sent) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
-        for (index, segment) in tokens.segments.iter().enumerate() {
-            let covered = from.saturating_sub(at).min(segment.len());
-            at += segment.len();
-            let key = match (SegmentKind::of(settings, segment.len(), covered), keys[index]) {
-                (SegmentKind::Composed { seam }, Some(key)) => {
-                    rows += seam;
-                    key
-                }
-                _ => {
-                    rows += segment.len() - covered;
-                    continue;
-                }
-            };
-            if start.combiner.holds(key) {
-                continue;
-            }
-            sent += costs.sending(segment.len());
-            if !held[index] {
-                let time = speed.time(segment.len());
-                work += time;
-                longest = longest.max(time);
-            }
-        }
-        rows += tokens.query.len() - from.saturating_sub(at);
-        let makespan = longest.max(work / u32::try_from(placer.workers().max(1)).unwrap_or(u32::MAX));
-        // Parts travel while others are computed.
-        queue + speed.time(rows) + makespan.max(sent)
-    }
-}
-
-/// A combiner and the state that a prompt would start from there.
-struct Start {
-    combiner: Arc<dyn Combine>,
-    resume: Option<PrefixHit>,
 }
 
 /// The first segment has no anchor.
@@ -303,13 +222,13 @@ fn add_segment(
     index: usize,
     segment: &[u32],
     covered: usize,
-    key: Option<EntryKey>,
+    key: Option<(EntryKey, bool)>,
 ) {
     let kind = SegmentKind::of(settings, segment.len(), covered);
     planned.segments.push(PlannedSegment { tokens: segment.len(), covered, kind });
-    let (seam, key) = match (kind, key) {
+    let (seam, key, held) = match (kind, key) {
         (SegmentKind::Covered, _) => return,
-        (SegmentKind::Composed { seam }, Some(key)) => (seam, key),
+        (SegmentKind::Composed { seam }, Some((key, held))) => (seam, key, held),
         _ => {
             let rows = PlanSegment { tokens: segment[covered..].into(), body: SegmentBody::Rows };
             planned.plan.segments.push(rows);
@@ -318,7 +237,6 @@ fn add_segment(
     };
     debug_assert!(covered == 0, "a composed prompt starts between segments or within the query");
     let (transfer, tokens): (_, Arc<[u32]>) = (TransferId::random(), segment.into());
-    let held = planned.combiner.holds(key);
     planned.wanted.push(Wanted {
         segment: index,
         index: planned.plan.segments.len(),
@@ -337,44 +255,6 @@ fn add_segment(
         from: if held { Origin::Combiner } else { Origin::LastResort },
     });
     planned.plan.segments.push(PlanSegment { tokens, body: SegmentBody::Entry { seam, key, transfer, held } });
-}
-
-/// Say who has or makes what the combiner does not hold.
-fn place(placer: &Placer<'_>, wanted: &mut [Wanted]) {
-    let mut cold = Vec::new();
-    for (i, wanted) in wanted.iter_mut().enumerate() {
-        if matches!(wanted.from, Origin::Combiner) {
-            continue;
-        }
-        match placer.place_held(&wanted.job) {
-            Some(placement) => wanted.from = Origin::Worker(placement),
-            None => cold.push(i),
-        }
-    }
-    let jobs: Vec<&PrefillJob> = cold.iter().map(|&i| &wanted[i].job).collect();
-    let placements = placer.place_cold(&jobs, &[]);
-    for (i, placement) in cold.into_iter().zip(placements) {
-        if let Some(placement) = placement {
-            wanted[i].from = Origin::Worker(placement);
-        }
-    }
-}
-
-/// Times of the segments that workers are to compute.
-fn computed(wanted: &[Wanted], time: impl Fn(usize) -> Duration) -> Vec<Duration> {
-    let is_computed = |wanted: &&Wanted| match &wanted.from {
-        // One who joins a computation has no charge.
-        Origin::Worker(placement) => !placement.held_only && placement.charge.is_some(),
-        Origin::Combiner | Origin::LastResort => false,
-    };
-    wanted.iter().filter(is_computed).map(|wanted| time(rows(&wanted.job))).collect()
-}
-
-/// How many take longer alone than all others spread over `workers`: they bound the makespan.
-fn bound_alone(times: &[Duration], workers: usize) -> usize {
-    let all: Duration = times.iter().sum();
-    let workers = u32::try_from(workers.max(1)).unwrap_or(u32::MAX);
-    times.iter().filter(|&&time| time > (all - time) / workers).count()
 }
 
 fn empty_plan(

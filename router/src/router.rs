@@ -1,105 +1,27 @@
 //! The router: turns a request into token ids, a plan and jobs, and what comes back into text.
 
+mod shared;
+
 use std::sync::Arc;
 use std::time::Instant;
 
-use hypic_cache::KeySpace;
-use hypic_state::ComposeRule;
 use hypic_telemetry::{BreakerState, Observation, Stage, metrics, names};
 use hypic_text::{ChatPrompt, RawPrompt, TextError, TextErrorKind, TextPipeline, TokenMemo, Tokenized};
 use hypic_transport::SamplingParams;
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 
 use crate::answer::{Ask, Running, TextSide};
 use crate::api::{
-    Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Progress, Prompt, Request, Sampling,
+    Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Progress, Prompt, PromptOptions, Request,
+    Sampling,
 };
-use crate::breaker::Breakers;
-use crate::budget::Budget;
-use crate::faults::FaultConfig;
 use crate::fleet::Fleet;
-use crate::flights::Flights;
-use crate::plan::{PlanCosts, PromptTokens, Settings};
+use crate::plan::{Avoid, PlanTimes, Planner, PromptTokens, Settings};
 use crate::validate::{sampling_error, validate};
-
-/// Settings of a router.
-#[derive(Clone, Debug)]
-pub struct RouterConfig {
-    /// Width of the seam unless a request names one.
-    pub seam: usize,
-    /// The anchor unless a request names one.
-    pub anchor: Anchor,
-    /// Share of the cache that the states of one prompt's earlier boundaries may take.
-    pub boundary_share: f64,
-    /// Bytes of token ids of texts that were encoded before; 0 remembers none.
-    pub memo_bytes: usize,
-    /// Events that a slow client may lag behind.
-    pub event_buffer: usize,
-    /// What work is reckoned to cost.
-    pub costs: PlanCosts,
-    /// What is done about failures.
-    pub faults: FaultConfig,
-}
-
-impl Default for RouterConfig {
-    fn default() -> Self {
-        RouterConfig {
-            seam: 8,
-            anchor: Anchor::Turn,
-            boundary_share: 0.125,
-            memo_bytes: 64 << 20,
-            event_buffer: 64,
-            costs: PlanCosts::default(),
-            faults: FaultConfig::default(),
-        }
-    }
-}
-
-/// What a router knows of the model that its workers and combiners serve.
-#[derive(Clone, Debug)]
-pub struct Served {
-    /// What clients are told.
-    pub card: ModelCard,
-    /// What all keys have in common.
-    pub space: KeySpace,
-    /// Rows of the embedding: token ids are below it.
-    pub vocab: usize,
-    /// Rule of composition unless a request names one.
-    pub compose: ComposeRule,
-    /// Tokens that end an answer.
-    pub eos: Arc<[u32]>,
-    /// Sampling unless a request says otherwise: the model's own, on top of OpenAI's.
-    pub sampling: Sampling,
-}
-
-/// What all requests of a router share.
-pub(crate) struct Core {
-    pub config: RouterConfig,
-    pub space: KeySpace,
-    pub fleet: Arc<Fleet>,
-    pub flights: Flights,
-    pub breakers: Breakers,
-    pub budget: Budget,
-}
-
-impl Core {
-    pub fn new(config: RouterConfig, space: KeySpace, fleet: Arc<Fleet>) -> Self {
-        let budget = Budget::new(&config.faults);
-        Core { config, space, fleet, flights: Flights::default(), breakers: Breakers::default(), budget }
-    }
-
-    /// Members whose breaker is in this state.
-    fn breakers_in(&self, state: BreakerState) -> u64 {
-        let view = self.fleet.view();
-        let (open, trying) = self.breakers.open_and_trying(view.scatter.iter().map(|worker| worker.id()));
-        match state {
-            BreakerState::Closed => view.scatter.len() as u64 - open - trying,
-            BreakerState::Open => open,
-            BreakerState::HalfOpen => trying,
-        }
-    }
-}
+pub(crate) use shared::Core;
+pub use shared::{RouterConfig, Served};
 
 /// Answers requests by planning them over scatter workers and combiners.
 pub struct Router {
@@ -119,12 +41,51 @@ impl Router {
             let core = core.clone();
             hypic_telemetry::observe(&names::BREAKERS, &[state.into()], move || core.breakers_in(state))
         });
-        Router { _observed: observed.collect(), core, served, text, memo }
+        let of = |metric, read: fn(&Core) -> u64| {
+            let core = core.clone();
+            hypic_telemetry::observe(metric, &[], move || read(&core))
+        };
+        let open = [
+            of(&names::PLANS_OPEN, |core| core.fleet.all_plans() as u64),
+            of(&names::DIRECTORY_ENTRIES, |core| core.fleet.index().entries() as u64),
+            of(&names::JOBS_OUT, |core| core.jobs_out.count()),
+            of(&names::BACKLOG, |core| core.fleet.balancer().whole_backlog().as_nanos().div_ceil(1_000_000) as u64),
+        ];
+        Router { _observed: observed.chain(open).collect(), core, served, text, memo }
     }
 
     /// The model that is served.
     pub fn served(&self) -> &Served {
         &self.served
+    }
+
+    /// Plan a prompt of these token ids, behind no tenant, as it would be now, and hand nothing out: for measuring how long
+    /// that takes.
+    ///
+    /// # Errors
+    /// If the ids are not those of a prompt, or there is no combiner.
+    pub fn rehearse(&self, segments: Vec<Vec<u32>>, query: Vec<u32>) -> Result<PlanTimes, Error> {
+        let request = Request {
+            prompt: Prompt::Tokens { segments: segments.clone(), query: query.clone(), anchor: None },
+            options: PromptOptions::default(),
+            sampling: Sampling::default(),
+            n: 1,
+            max_tokens: Some(1),
+            stop: Vec::new(),
+            stop_at_eos: true,
+            logprobs: None,
+            deadline: None,
+            tenant: None,
+        };
+        let tokens = without_empty(Tokenized { segments, query, message_ends: Vec::new() });
+        let turn = self.text.as_ref().map(|text| text.raw_turn_anchor()).unwrap_or_default();
+        let prompt = PromptTokens { tokens, turn, anchor: None };
+        self.check(&request, &prompt)?;
+        let settings = self.settings(&request, &prompt, Arc::new([]), None);
+        let planner = Planner { core: &self.core };
+        let planned = planner.plan(&settings, &prompt.tokens, &Avoid::default(), &CancellationToken::new());
+        let planned = planned.ok_or_else(|| Error::new(ErrorKind::Unavailable, "no combiner is there"))?;
+        Ok(planned.times)
     }
 
     async fn tokenize(&self, request: &Request, salt: &Arc<[u8]>) -> Result<PromptTokens, Error> {

@@ -3,11 +3,13 @@
 //! Owns the translation from the API's sets to the closed label sets, so that nothing that a client says becomes a
 //! series. Recording cannot fail and never waits.
 
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use axum::http::HeaderMap;
 use hypic_telemetry::{
-    DisconnectPhase, Mode, Outcome, Protocol, Rejection, SegmentSource, Stage, TokenClass, metrics, names,
+    DisconnectPhase, Mode, Observation, Open, OpenGuard, Outcome, Protocol, Rejection, SegmentSource, Stage,
+    TokenClass, metrics, names,
 };
 use tonic::metadata::MetadataMap;
 use tracing::Span;
@@ -27,6 +29,15 @@ pub(crate) struct Asked {
     /// Whether any of an answer was made.
     answering: bool,
     ended: bool,
+    _open: OpenGuard,
+}
+
+/// Requests of all fronts of this process.
+static OPEN: LazyLock<Open> = LazyLock::new(Open::default);
+
+/// Exports how many requests are open.
+pub(crate) fn observe_open() -> Observation {
+    hypic_telemetry::observe(&names::REQUESTS_OPEN, &[], || OPEN.count())
 }
 
 impl Asked {
@@ -53,7 +64,7 @@ impl Asked {
             { names::ATTRIBUTE_MODE } = Empty
         );
         let (began, progress) = (Instant::now(), Progress::default());
-        Asked { span, protocol, began, choices: 1, progress, answering: false, ended: false }
+        Asked { span, protocol, began, choices: 1, progress, answering: false, ended: false, _open: OPEN.enter() }
     }
 
     /// The request's span.
@@ -144,6 +155,9 @@ impl Drop for Asked {
 
 /// A request was refused before it was read.
 pub(crate) fn refused(protocol: Protocol, error: &Error) {
+    if let Some(reason) = rejection(error.kind) {
+        metrics().rejection(reason);
+    }
     metrics().request(protocol, outcome(error.kind));
 }
 
@@ -163,7 +177,8 @@ fn rejection(kind: ErrorKind) -> Option<Rejection> {
         ErrorKind::Overloaded => Some(Rejection::QueueFull),
         ErrorKind::Deadline => Some(Rejection::Deadline),
         ErrorKind::Unavailable => Some(Rejection::NoMember),
-        ErrorKind::Invalid | ErrorKind::Unauthenticated | ErrorKind::NotFound | ErrorKind::Internal => None,
+        ErrorKind::Unauthenticated => Some(Rejection::Unauthenticated),
+        ErrorKind::Invalid | ErrorKind::NotFound | ErrorKind::Internal => None,
     }
 }
 

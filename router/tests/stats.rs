@@ -144,6 +144,15 @@ async fn requests_are_counted_and_traced() {
     assert_eq!((requests(&text, "http", "rejected"), requests(&text, "grpc", "rejected")), (1.0, 1.0));
     assert_eq!(value(&text, &["hypic_rejections_total{", "reason=\"queue_full\""]), 2.0);
 
+    // Strangers.
+    let file = tempfile::NamedTempFile::new().expect("temporary file");
+    std::fs::write(file.path(), "secret\n").expect("writable");
+    let api_keys = Some(hypic_router::ApiKeys::from_file(file.path()).expect("a key"));
+    let guarded = Server::with(hypic_router::FrontConfig { api_keys, ..fake::config() }, Duration::ZERO).await;
+    assert_eq!(guarded.refused("/v1/completions", json!({"prompt": "p"})).await.0, 401);
+    let text = scrape(&telemetry).await;
+    assert_eq!(value(&text, &["hypic_rejections_total{", "reason=\"unauthenticated\""]), 1.0);
+
     // Whatever clients invent is no series.
     let invented = |i: usize| json!({"prompt": "p", "model": format!("invented-{i}")});
     assert_eq!(server.refused("/v1/completions", invented(0)).await.0, 404);

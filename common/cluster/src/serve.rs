@@ -1,21 +1,16 @@
-//! The internal server. Owns accepted connections: accepting, TLS, limits, and their end. A connection that goes wrong
-//! ends alone, and a failure to accept is waited out. Which addresses may be listened on without TLS is checked here too.
+//! The internal server: its services, and the end of its connections. Which addresses may be listened on without TLS is
+//! checked here too; nothing else can be refused.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto::Builder;
-use hyper_util::service::TowerToHyperService;
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::net::TcpListener;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
+use crate::accept::{AcceptConfig, accept};
 use crate::dialer::ConnectionConfig;
 use crate::tls::Tls;
 
@@ -25,6 +20,24 @@ use crate::tls::Tls;
 pub struct ServerConfig {
     /// What both ends share. `connect_timeout` is also the time for a caller's first bytes.
     pub connection: ConnectionConfig,
+}
+
+impl ServerConfig {
+    fn accept(&self) -> AcceptConfig {
+        let connection = &self.connection;
+        AcceptConfig {
+            http1: false,
+            greeting: connection.connect_timeout,
+            stream_window: connection.stream_window,
+            connection_window: connection.connection_window,
+            max_frame: Some(connection.max_frame),
+            header_limit: None,
+            max_streams: connection.max_streams,
+            ping_interval: connection.ping_interval,
+            ping_timeout: connection.ping_timeout,
+            after_failure: connection.accept_pause,
+        }
+    }
 }
 
 /// An address that must not be listened on as things are.
@@ -57,96 +70,11 @@ pub async fn serve_internal(
     shutdown: CancellationToken,
     grace: Duration,
 ) {
-    /// Out of file descriptors, most likely: let some connections end.
-    const AFTER_FAILURE: Duration = Duration::from_millis(100);
-    let builder = Arc::new(connections(&config.connection));
-    let serving =
-        Serving { routes: routes.prepare(), builder, tls, greeting: config.connection.connect_timeout, shutdown };
-    let mut open = JoinSet::new();
-    loop {
-        tokio::select! {
-            biased;
-            () = serving.shutdown.cancelled() => break,
-            Some(_) = open.join_next(), if !open.is_empty() => {}
-            accepted = listener.accept() => match accepted {
-                Ok((stream, caller)) => {
-                    open.spawn(connection(stream, caller, serving.clone()));
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "cannot accept an internal connection");
-                    sleep(AFTER_FAILURE).await;
-                }
-            },
-        }
-    }
-    drop(listener);
+    let routes = routes.prepare().into_axum_router();
+    let mut open = accept(listener, tls, routes, config.accept(), shutdown).await;
     let finished = async { while open.join_next().await.is_some() {} };
     if timeout(grace, finished).await.is_err() {
         tracing::warn!(grace_s = grace.as_secs_f64(), connections = open.len(), "internal connections are cut");
-    }
-}
-
-fn connections(config: &ConnectionConfig) -> Builder<TokioExecutor> {
-    let mut builder = Builder::new(TokioExecutor::new()).http2_only();
-    builder
-        .http2()
-        .timer(TokioTimer::new())
-        .initial_stream_window_size(config.stream_window)
-        .initial_connection_window_size(config.connection_window)
-        .max_frame_size(config.max_frame)
-        .max_concurrent_streams(config.max_streams)
-        .keep_alive_interval(config.ping_interval)
-        .keep_alive_timeout(config.ping_timeout);
-    builder
-}
-
-/// What all connections share.
-#[derive(Clone)]
-struct Serving {
-    routes: Routes,
-    builder: Arc<Builder<TokioExecutor>>,
-    tls: Option<Tls>,
-    /// Time for a caller's first bytes, and for TLS.
-    greeting: Duration,
-    shutdown: CancellationToken,
-}
-
-async fn connection(stream: TcpStream, caller: SocketAddr, serving: Serving) {
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%caller, %error, "cannot switch off delayed sending");
-    }
-    let begun = async {
-        stream.readable().await?;
-        match &serving.tls {
-            None => Ok((None, Some(stream))),
-            Some(tls) => tls.acceptor().accept(stream).await.map(|secured| (Some(secured), None)),
-        }
-    };
-    let begun = tokio::select! {
-        begun = timeout(serving.greeting, begun) => begun,
-        () = serving.shutdown.cancelled() => return,
-    };
-    match begun {
-        Err(_) => tracing::debug!(%caller, "an internal connection said nothing"),
-        Ok(Err(error)) => tracing::warn!(%caller, %error, "an internal connection was refused"),
-        Ok(Ok((Some(secured), _))) => calls(secured, caller, serving).await,
-        Ok(Ok((None, Some(plain)))) => calls(plain, caller, serving).await,
-        Ok(Ok((None, None))) => debug_assert!(false, "a connection is secured or plain"),
-    }
-}
-
-async fn calls(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static, caller: SocketAddr, serving: Serving) {
-    let service = TowerToHyperService::new(serving.routes);
-    let mut connection = std::pin::pin!(serving.builder.serve_connection(TokioIo::new(stream), service));
-    let result = tokio::select! {
-        result = connection.as_mut() => result,
-        () = serving.shutdown.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    };
-    if let Err(error) = result {
-        tracing::debug!(%caller, %error, "an internal connection ended");
     }
 }
 

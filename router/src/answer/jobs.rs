@@ -5,42 +5,27 @@
 //! refuses. Only the newest attempt's failure matters: an earlier one's place at the combiner is taken. What can go
 //! wrong in the end: the combiner cannot compute it either, or is gone.
 
+mod attempt;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
 use futures::stream::{FuturesUnordered, StreamExt};
-use hypic_telemetry::{AttemptKind, TransferFailure, metrics, names};
+use hypic_telemetry::{AttemptKind, TransferFailure, metrics};
 use hypic_transport::{Combine, Delivery, JobError, JobOutcome, JobSource, PrefillJob, TransferId};
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tracing::{Instrument, info, info_span, warn};
+use tracing::{info, warn};
 
 use crate::balance::Charge;
 use crate::breaker::Verdict;
 use crate::flights::Boarded;
 use crate::plan::{Origin, Placement, Placer, Wanted, rows};
 use crate::router::Core;
-
-/// Something that has come to pass.
-pub(crate) enum Step {
-    /// An attempt has ended.
-    Ended { attempt: u64, result: Result<JobOutcome, JobError> },
-    /// A wait before a retry is over.
-    Again(usize),
-    /// An attempt takes long.
-    Slow { entry: usize, attempt: u64 },
-}
-
-/// Why the plan cannot be carried out.
-#[derive(Debug)]
-pub(crate) enum Trouble {
-    /// Nobody can make an entry.
-    Failed(String),
-    /// The combiner is gone.
-    CombinerGone,
-}
+use attempt::{Attempt, Entry, ask};
+pub(crate) use attempt::{Step, Trouble};
 
 /// The entries of one plan.
 pub(crate) struct Jobs {
@@ -53,34 +38,6 @@ pub(crate) struct Jobs {
     next_attempt: u64,
     /// The combiner has all it needs.
     composed: bool,
-}
-
-struct Entry {
-    segment: usize,
-    index: usize,
-    job: PrefillJob,
-    /// Of the newest attempt.
-    sent: Option<TransferId>,
-    /// Attempts to have it computed, hedges not counted.
-    tries: usize,
-    /// Who failed, and how.
-    failed: Vec<Arc<str>>,
-    reasons: Vec<String>,
-    /// Whether who failed last may do better.
-    same_again: bool,
-    hedged: bool,
-    outcome: Option<(JobOutcome, Arc<str>)>,
-}
-
-struct Attempt {
-    entry: usize,
-    worker: Arc<str>,
-    transfer: TransferId,
-    cancel: CancellationToken,
-    charge: Option<Charge>,
-    boarded: Option<Boarded>,
-    last_resort: bool,
-    begun: Instant,
 }
 
 impl Jobs {
@@ -129,8 +86,9 @@ impl Jobs {
             return;
         };
         let job = self.entries[i].job.clone();
-        let placer = Placer::new(&self.core, self.core.fleet.view());
-        let placement = placer.place_held(&job).or_else(|| placer.place_cold(&[&job], &[]).pop().flatten());
+        let placer = Placer::new(&self.core, self.core.fleet.directory());
+        let held = placer.place_held(&job, &placer.directory().holders(job.key));
+        let placement = held.or_else(|| placer.place_cold(&[&job], &[]).pop().flatten());
         match placement {
             Some(placement) => {
                 self.core.budget.earn();
@@ -242,8 +200,9 @@ impl Jobs {
         let cancel = self.cancel.child_token();
         let to = Delivery { transfer, ..entry.job.to.clone() };
         let job = PrefillJob { to, held_only, deadline, cancel: cancel.clone(), ..entry.job.clone() };
+        let (begun, out) = (Instant::now(), self.core.jobs_out.enter());
         let attempt =
-            Attempt { entry: i, worker, transfer, cancel, charge, boarded, last_resort: false, begun: Instant::now() };
+            Attempt { entry: i, worker, transfer, cancel, charge, boarded, last_resort: false, begun, _out: out };
         self.next_attempt += 1;
         self.attempts.insert(self.next_attempt, attempt);
         (self.next_attempt, job)
@@ -273,11 +232,7 @@ impl Jobs {
                 return self.failed(attempt, error);
             }
         };
-        if outcome.sent_bytes > 0 {
-            metrics().transfer_bytes(outcome.sent_bytes);
-            let (exposed, wall) = (outcome.exposed.as_secs_f64(), attempt.begun.elapsed().as_secs_f64());
-            metrics().transfer_hidden(1.0 - exposed / wall);
-        }
+        self.learn(&attempt, &outcome);
         if let (JobSource::Computed { busy, .. }, Some(charge)) = (outcome.source, attempt.charge.take()) {
             charge.complete(busy);
         }
@@ -292,6 +247,22 @@ impl Jobs {
         }
         entry.outcome = Some((outcome, attempt.worker.clone()));
         Ok(entry.job.tokens.len() - entry.job.seam)
+    }
+
+    /// What a transfer says of the links.
+    fn learn(&self, attempt: &Attempt, outcome: &JobOutcome) {
+        if outcome.sent_bytes == 0 {
+            return;
+        }
+        let wall = attempt.begun.elapsed();
+        metrics().transfer_bytes(outcome.sent_bytes);
+        metrics().transfer_hidden(1.0 - outcome.exposed.as_secs_f64() / wall.as_secs_f64());
+        let (balancer, tokens) = (self.core.fleet.balancer(), self.entries[attempt.entry].job.tokens.len());
+        match outcome.source {
+            JobSource::Held => balancer.sent(&attempt.worker, tokens, outcome.sent_bytes, wall),
+            // It was sent while it was computed: its time says nothing of the link.
+            JobSource::Computed { .. } | JobSource::Shared => balancer.sized(tokens, outcome.sent_bytes),
+        }
     }
 
     fn verdict(&self, attempt: &Attempt, result: &Result<JobOutcome, JobError>) -> Verdict {
@@ -362,7 +333,7 @@ impl Jobs {
 
     fn again(&mut self, i: usize) {
         let entry = &self.entries[i];
-        let placer = Placer::new(&self.core, self.core.fleet.view());
+        let placer = Placer::new(&self.core, self.core.fleet.directory());
         let place = |except: &[Arc<str>]| placer.place_cold(&[&entry.job], except).pop().flatten();
         // With no other worker the same one may do better.
         let placement = place(&entry.failed).or_else(|| entry.same_again.then(|| place(&[])).flatten());
@@ -379,7 +350,7 @@ impl Jobs {
             return;
         };
         let missing = self.entries.iter().filter(|e| e.sent.is_some() && e.outcome.is_none()).count();
-        let placer = Placer::new(&self.core, self.core.fleet.view());
+        let placer = Placer::new(&self.core, self.core.fleet.directory());
         let except: Vec<Arc<str>> = entry.failed.iter().chain([&slow.worker]).cloned().collect();
         let placement = if missing == 1 { placer.place_idle(&entry.job, &except) } else { None };
         match placement {
@@ -391,28 +362,6 @@ impl Jobs {
             }
             _ => self.watch(i, attempt, self.core.config.faults.hedge_floor),
         }
-    }
-}
-
-/// Give a job to a member, within a span of its own that the member's spans follow.
-fn ask<F: Future<Output = Result<JobOutcome, JobError>>>(
-    member: &str,
-    job: PrefillJob,
-    give: impl FnOnce(PrefillJob) -> F,
-) -> tracing::instrument::Instrumented<F> {
-    let span = info_span!(
-        names::SPAN_SCATTER,
-        { names::ATTRIBUTE_MEMBER } = member,
-        { names::ATTRIBUTE_TOKENS } = job.tokens.len() as u64
-    );
-    span.in_scope(|| give(job)).instrument(span)
-}
-
-impl Attempt {
-    /// Nobody waits for it any more.
-    fn give_up(&mut self) {
-        self.cancel.cancel();
-        (self.charge, self.boarded) = (None, None);
     }
 }
 

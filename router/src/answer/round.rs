@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use hypic_telemetry::{Stage, metrics};
 use hypic_text::Tokenized;
-use hypic_transport::{Combine, GenerationEvent, PlanChoice, PrefixHit, SamplingParams};
+use hypic_transport::{Combine, GenerationEvent, PlanChoice, PrefillJob, PrefixHit, SamplingParams};
 use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::jobs::Jobs;
 use super::text::TextSide;
 use crate::fleet::Occupied;
-use crate::plan::{Avoid, Origin, Planned, PlannedSegment, Planner, Settings};
+use crate::plan::{Avoid, Origin, Planned, PlannedSegment, Planner, Settings, replicate};
 use crate::router::Core;
 
 /// All that a plan is made of, kept for the case that it has to be made again.
@@ -62,7 +62,7 @@ impl Round {
         let before = std::time::Instant::now();
         let planned = Planner { core }.plan(&ask.settings, &ask.tokens, avoid, &cancel)?;
         metrics().stage(Stage::Plan, before.elapsed());
-        let Planned { combiner, mut plan, wanted, segments, query } = planned;
+        let Planned { combiner, mut plan, wanted, segments, query, .. } = planned;
         let choice = |(i, sampling): (usize, &SamplingParams)| {
             let cancel = cancel.child_token();
             if text.is_finished(i) {
@@ -85,7 +85,10 @@ impl Round {
         let occupied = core.fleet.occupy(combiner.id());
         // First the plan: it opens the transfers that the jobs send to.
         combiner.generate(plan);
+        let uses: Vec<PrefillJob> = wanted.iter().map(|wanted| wanted.job.clone()).collect();
         let jobs = Jobs::start(core.clone(), combiner.clone(), wanted, cancel.clone());
+        // Last: nothing of the request waits for it.
+        replicate(core, &uses, combiner.id());
         Some(Round {
             combiner,
             events,

@@ -314,3 +314,23 @@ fn one_odd_measurement_moves_little_and_a_change_of_speed_is_followed() {
     }
     assert_close(&model, slower, 3_000, 0.25);
 }
+
+#[test]
+fn a_slow_link_makes_a_worker_later_than_its_speed_does() {
+    let balancer = fleet(SpeedConfig::default(), 2);
+    let latency = Duration::from_micros(100);
+    balancer.set_links(LinkConfig { latency, bytes_per_second: 1e9, bytes_per_token: 1e4, ..LinkConfig::FREE });
+    let sending = |worker: &str| balancer.sending(worker, 0, Some(1 << 20)).expect("known");
+    assert_eq!(sending("worker-0"), sending("worker-1"), "as configured");
+    // A worker that was not measured is taken to be like the others.
+    balancer.sent("worker-0", 1_000, 10_000_000, Duration::from_secs(1));
+    assert!(sending("worker-1") > Duration::from_millis(50));
+    balancer.sent("worker-1", 1_000, 10_000_000, Duration::from_millis(10));
+    assert!(sending("worker-0") > 20 * sending("worker-1"));
+    let rates: Vec<f64> = balancer.loads().iter().map(|load| load.bytes_per_second).collect();
+    assert!((1e7..2e7).contains(&rates[0]) && rates[1] > 9e8, "{rates:?}");
+    // A second to send and 0.1 s to compute, or 10 ms and 0.1 s.
+    let assignments = balancer.assign(&[1_000, 1_000, 1_000]).expect("there is a worker");
+    assert!(assignments.iter().all(|a| a.worker.as_str() == "worker-1"), "{assignments:?}");
+    assert!(balancer.sending("worker-9", 1, None).is_none());
+}

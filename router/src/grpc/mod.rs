@@ -40,7 +40,7 @@ pub(crate) fn routes<E: Engine>(
     shared: Arc<Shared<E>>,
 ) -> (Router, impl Future<Output = ()> + Send + 'static) {
     let inference = InferenceServer::new(Service { shared: shared.clone() })
-        .max_decoding_message_size(config.body_limit)
+        .max_decoding_message_size(config.limits.body_limit)
         .max_encoding_message_size(usize::MAX);
     let keys = config.api_keys.clone();
     let guarded = InterceptedService::new(inference, move |mut request: Request<()>| {

@@ -56,8 +56,8 @@ impl<E> Clone for Http<E> {
 pub(crate) fn routes<E: Engine>(config: &FrontConfig, shared: Arc<Shared<E>>) -> Router {
     let state = Http {
         shared,
-        keep_alive: config.stream_keep_alive,
-        limits: body::Limits { size: config.body_limit, silence: config.read_timeout },
+        keep_alive: config.limits.stream_keep_alive,
+        limits: body::Limits { size: config.limits.body_limit, silence: config.limits.read_timeout },
     };
     let mut api = Router::new()
         .route("/v1/models", get(models::<E>))

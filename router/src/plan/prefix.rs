@@ -3,7 +3,6 @@
 //! new plan.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
 use hypic_cache::{KeySpace, PrefixChain, PrefixKey, PrefixKind};
 use hypic_state::ComposeRule;
@@ -26,7 +25,12 @@ pub(super) struct Prefixes {
 }
 
 impl Prefixes {
-    pub fn new(space: &KeySpace, settings: &Settings, tokens: &Tokenized, combiners: &[Arc<dyn Combine>]) -> Self {
+    pub fn new<'a>(
+        space: &KeySpace,
+        settings: &Settings,
+        tokens: &Tokenized,
+        combiners: impl ExactSizeIterator<Item = &'a dyn Combine>,
+    ) -> Self {
         let anchor: &[u32] = if settings.mode == Mode::Hypic { &settings.anchor } else { &[] };
         let (rule, seam) = match settings.mode {
             Mode::Hypic => (settings.rule, settings.seam),
@@ -40,7 +44,7 @@ impl Prefixes {
             return Prefixes { root, points: Vec::new(), end: 0, keys: HashMap::new(), lengths };
         }
         let (points, end) = points(tokens);
-        let mut lengths: Vec<Vec<usize>> = combiners.iter().map(|c| c.prefix_lengths(root)).collect();
+        let mut lengths: Vec<Vec<usize>> = combiners.map(|c| c.prefix_lengths(root)).collect();
         let wanted = points.iter().map(|p| p.position).chain(lengths.iter().flatten().copied());
         let keys = chain_keys(chain, settings.mode, tokens, wanted.collect());
         for lengths in &mut lengths {

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hypic_router::{
-    Answer, Delta, Engine, Error, Event, FinishReason, Front, FrontConfig, ModelCard, Progress, Report, Request,
-    SegmentReport, SegmentSource, Timings, TokenLogprob, TokenLogprobs, Usage, bind,
+    Answer, Delta, Engine, Error, Event, FinishReason, Front, FrontConfig, FrontLimits, ModelCard, Progress, Report,
+    Request, SegmentReport, SegmentSource, Timings, TokenLogprob, TokenLogprobs, Usage, bind,
 };
 use serde_json::Value;
 use tokio::sync::{Mutex, mpsc};
@@ -78,6 +78,11 @@ pub struct Server {
 pub fn config() -> FrontConfig {
     let free = SocketAddr::from(([127, 0, 0, 1], 0));
     FrontConfig { http: free, grpc: Some(free), ..FrontConfig::default() }
+}
+
+/// The same, but for these limits.
+pub fn limited(limits: FrontLimits) -> FrontConfig {
+    FrontConfig { limits, ..config() }
 }
 
 impl Server {

@@ -2,11 +2,11 @@ use std::time::Duration;
 
 use hypic_proto::v1::inference_client::InferenceClient;
 use hypic_proto::v1::{self, generate_request, generate_response};
-use hypic_router::{Anchor, Error, ErrorKind, Event, FinishReason, FrontConfig, Mode, Prompt};
+use hypic_router::{Anchor, Error, ErrorKind, Event, FinishReason, FrontLimits, Mode, Prompt};
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
-use crate::fake::{Server, config, delta, finished, report, token};
+use crate::fake::{Server, delta, finished, limited, report, token};
 
 pub async fn channel(server: &Server) -> Channel {
     Channel::from_shared(format!("http://{}", server.grpc)).expect("an address").connect().await.expect("connected")
@@ -215,7 +215,8 @@ async fn dropping_the_call_cancels() {
 
 #[tokio::test]
 async fn large_messages_pass_and_larger_ones_are_refused() {
-    let server = Server::with(FrontConfig { body_limit: 8 << 20, ..config() }, Duration::ZERO).await;
+    let server =
+        Server::with(limited(FrontLimits { body_limit: 8 << 20, ..FrontLimits::default() }), Duration::ZERO).await;
     let mut client = client(&server).await;
     let (_stream, asked) = tokio::join!(client.generate(text(&"x".repeat(6 << 20))), server.asked());
     assert!(matches!(asked.request.prompt, Prompt::Raw { query, .. } if query.len() == 6 << 20));

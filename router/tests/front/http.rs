@@ -1,9 +1,9 @@
 use std::time::Duration;
 
-use hypic_router::{Delta, Event, FinishReason, FrontConfig};
+use hypic_router::{Delta, Event, FinishReason, FrontLimits};
 use serde_json::{Value, json};
 
-use crate::fake::{Server, chunks, config, data, delta, finished, hello, report, token};
+use crate::fake::{Server, chunks, data, delta, finished, hello, limited, report, token};
 
 fn ask() -> Value {
     json!({"model": "org/fake", "messages": [{"role": "user", "content": "hi"}]})
@@ -190,7 +190,7 @@ async fn the_closing_mark_inside_an_answer_is_text() {
 
 #[tokio::test]
 async fn a_silent_stream_is_kept_alive() {
-    let config = FrontConfig { stream_keep_alive: Duration::from_millis(20), ..config() };
+    let config = limited(FrontLimits { stream_keep_alive: Duration::from_millis(20), ..FrontLimits::default() });
     let server = Server::with(config, Duration::ZERO).await;
     let mut response = server.post("/v1/completions", json!({"prompt": "p", "stream": true})).await;
     let asked = server.asked().await;

@@ -1,9 +1,9 @@
 use std::time::Duration;
 
-use hypic_router::{FinishReason, FrontConfig, bind};
+use hypic_router::{FinishReason, FrontConfig, FrontLimits, bind};
 use serde_json::json;
 
-use crate::fake::{PATIENCE, Server, config, data, delta, failure, finished, hello, report};
+use crate::fake::{PATIENCE, Server, config, data, delta, failure, finished, hello, limited, report};
 
 const COMPLETION: &str = "/v1/completions";
 
@@ -83,7 +83,7 @@ async fn what_outlasts_the_grace_is_aborted() {
 
 #[tokio::test]
 async fn a_client_that_does_not_read_cannot_hold_up_the_end() {
-    let fast = FrontConfig { abort_timeout: Duration::from_millis(50), ..config() };
+    let fast = limited(FrontLimits { abort_timeout: Duration::from_millis(50), ..FrontLimits::default() });
     let server = Server::with(fast, Duration::from_millis(50)).await;
     let stuck = server.post(COMPLETION, json!({"prompt": "p", "stream": true}));
     let (response, asked) = tokio::join!(stuck, async {
@@ -101,7 +101,7 @@ async fn a_client_that_does_not_read_cannot_hold_up_the_end() {
 
 #[tokio::test]
 async fn too_long_an_answer_fails() {
-    let short = FrontConfig { max_duration: Some(Duration::from_millis(30)), ..config() };
+    let short = limited(FrontLimits { max_duration: Duration::from_millis(30), ..FrontLimits::default() });
     let server = Server::with(short, Duration::ZERO).await;
     let (response, asked) = tokio::join!(server.post(COMPLETION, json!({"prompt": "p"})), server.asked());
     assert_eq!(asked.request.deadline, Some(Duration::from_millis(30)));
@@ -131,7 +131,7 @@ async fn without_grpc_only_http_is_served() {
 #[tokio::test]
 async fn a_connection_that_does_not_get_to_the_point_is_closed() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let impatient = FrontConfig { read_timeout: Duration::from_millis(50), ..config() };
+    let impatient = limited(FrontLimits { read_timeout: Duration::from_millis(50), ..FrontLimits::default() });
     let server = Server::with(impatient, Duration::ZERO).await;
     for said in
         ["", "P", "PRI * HTTP/2.0", "GET /health HTTP/1.1\r\nhost: x\r\n", "GET /health HTTP/1.1\r\nhost: x\r\n\r\n"]

@@ -1,10 +1,10 @@
 use std::time::Duration;
 
 use futures::StreamExt;
-use hypic_router::{Error, ErrorKind, Event, FinishReason, FrontConfig};
+use hypic_router::{Error, ErrorKind, Event, FinishReason, FrontConfig, FrontLimits};
 use serde_json::{Value, json};
 
-use crate::fake::{Server, config, data, delta, failure, finished, hello, report};
+use crate::fake::{Server, config, data, delta, failure, finished, hello, limited, report};
 
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETION: &str = "/v1/completions";
@@ -116,7 +116,7 @@ async fn what_the_engine_refuses_is_named_as_it_was_sent() {
 
 #[tokio::test]
 async fn bodies_paths_and_methods() {
-    let small = FrontConfig { body_limit: 200, ..config() };
+    let small = limited(FrontLimits { body_limit: 200, ..FrontLimits::default() });
     let server = Server::with(small, Duration::ZERO).await;
     let post = async |kind: &str, body: &str| {
         let request = server.client.post(server.url(CHAT)).header("content-type", kind).body(body.to_owned());
@@ -148,7 +148,11 @@ async fn bodies_paths_and_methods() {
 
 #[tokio::test]
 async fn a_body_that_is_too_large_or_never_ends() {
-    let limits = FrontConfig { body_limit: 8 << 20, read_timeout: Duration::from_millis(100), ..config() };
+    let limits = limited(FrontLimits {
+        body_limit: 8 << 20,
+        read_timeout: Duration::from_millis(100),
+        ..FrontLimits::default()
+    });
     let server = Server::with(limits, Duration::ZERO).await;
     let post = || server.client.post(server.url(CHAT)).header("content-type", "application/json");
     // The client is still sending when the limit is passed, and hears of it all the same.

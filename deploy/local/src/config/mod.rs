@@ -5,6 +5,7 @@ mod layers;
 #[cfg(test)]
 mod tests;
 mod text;
+mod transfer;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,11 +14,13 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use bytesize::ByteSize;
 use hypic_cluster::{ConnectionConfig, EtcdConfig, PeersConfig, Role, TlsConfig, parse_static};
-use hypic_router::Anchor;
+use hypic_router::{Anchor, FaultConfig, FrontLimits, PlanCosts, ReplicateConfig, RouterConfig};
 use hypic_telemetry::TelemetryConfig;
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::ComputeDType;
 pub use layers::{ENV_PREFIX, Layers};
+pub use transfer::TransferSection;
 
 /// All settings of a role. One file may serve all roles; each reads what concerns it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -33,6 +36,10 @@ pub struct Config {
     pub tls: SecurityConfig,
     /// Of a router.
     pub router: RouterSection,
+    /// Of a router: what clients may take up.
+    pub front: FrontLimits,
+    /// Of a worker or combiner: how entries travel.
+    pub transfer: TransferSection,
     /// Of a scatter worker.
     pub worker: WorkerSection,
     /// Of a combiner.
@@ -57,7 +64,8 @@ pub struct ModelConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Compute dtype: `auto`, `f32` or `bf16`. The same in all roles.
-    pub dtype: String,
+    #[serde(with = "text")]
+    pub dtype: ComputeDType,
     /// Of a router: the fingerprint that members must have, 64 hex digits; none: that of the weights in the directory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
@@ -68,7 +76,7 @@ pub struct ModelConfig {
 
 impl Default for ModelConfig {
     fn default() -> Self {
-        ModelConfig { dir: None, name: None, dtype: "auto".to_string(), fingerprint: None, kernel_set: None }
+        ModelConfig { dir: None, name: None, dtype: ComputeDType::Auto, fingerprint: None, kernel_set: None }
     }
 }
 
@@ -144,13 +152,70 @@ pub struct RouterSection {
     pub api_key_file: Option<PathBuf>,
     /// Memory for the token ids of texts that were encoded before.
     pub memo: ByteSize,
+    /// Share of the cache that the states of one prompt's earlier boundaries may take, 0 to 1.
+    pub boundary_share: f64,
+    /// Events that a slow client may lag behind.
+    pub event_buffer: usize,
+    /// What work is reckoned to cost until it was measured.
+    pub costs: PlanCosts,
+    /// What is done about failures.
+    pub faults: FaultConfig,
+    /// When hot entries get more holders.
+    pub replicate: ReplicateConfig,
 }
 
 impl Default for RouterSection {
     fn default() -> Self {
-        let router = hypic_router::RouterConfig::default();
-        let memo = ByteSize::b(router.memo_bytes as u64);
-        RouterSection { seam: router.seam, anchor: router.anchor, api_key_file: None, memo }
+        let RouterConfig { seam, anchor, boundary_share, memo_bytes, event_buffer, costs, faults, replicate } =
+            RouterConfig::default();
+        let memo = ByteSize::b(memo_bytes as u64);
+        let api_key_file = None;
+        RouterSection { seam, anchor, api_key_file, memo, boundary_share, event_buffer, costs, faults, replicate }
+    }
+}
+
+impl RouterSection {
+    /// What the router takes.
+    pub fn config(&self) -> RouterConfig {
+        RouterConfig {
+            seam: self.seam,
+            anchor: self.anchor,
+            boundary_share: self.boundary_share,
+            memo_bytes: usize::try_from(self.memo.as_u64()).unwrap_or(usize::MAX),
+            event_buffer: self.event_buffer,
+            costs: self.costs.clone(),
+            faults: self.faults.clone(),
+            replicate: self.replicate.clone(),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        if !(0.0..=1.0).contains(&self.boundary_share) {
+            bail!("router.boundary_share is {}: it is a share, 0 to 1", self.boundary_share);
+        }
+        let (faults, costs, replicate) = (&self.faults, &self.costs, &self.replicate);
+        for (name, value) in [
+            ("router.event_buffer", self.event_buffer),
+            ("router.faults.attempts", faults.attempts),
+            ("router.faults.breaker_failures", faults.breaker_failures as usize),
+            ("router.replicate.uses", replicate.uses as usize),
+            ("router.costs.bytes_per_second", usize::try_from(costs.bytes_per_second).unwrap_or(usize::MAX)),
+        ] {
+            if value == 0 {
+                bail!("{name} is 0: it must be at least 1");
+            }
+        }
+        for (name, value) in [
+            ("router.faults.late_factor", faults.late_factor),
+            ("router.faults.hedge_factor", faults.hedge_factor),
+            ("router.faults.budget_burst", faults.budget_burst),
+            ("router.faults.budget_per_segment", faults.budget_per_segment),
+        ] {
+            if !value.is_finite() || value < 0.0 {
+                bail!("{name} is {value}: it must be a number, at least 0");
+            }
+        }
+        Ok(())
     }
 }
 
@@ -250,10 +315,9 @@ impl Config {
         if !self.cluster.members.is_empty() && !self.cluster.etcd.endpoints.is_empty() {
             bail!("cluster.members and cluster.etcd.endpoints are both given: use a static list or etcd");
         }
-        if !["auto", "f32", "bf16"].contains(&self.model.dtype.as_str()) {
-            bail!("model.dtype '{}': use auto, f32 or bf16", self.model.dtype);
-        }
         self.fingerprint()?;
+        self.router.check()?;
+        self.transfer.check()?;
         for (name, value) in [
             ("worker.chunk_rows", self.worker.chunk_rows),
             ("worker.concurrent", self.worker.concurrent),

@@ -44,6 +44,8 @@ fn what_is_unknown_is_refused_by_name() {
     assert!(error.contains("HYPIC__ROUTER__SEAM") && error.contains("-1"), "{error}");
     let error = layers().flag("--set router.seem=1", "router.seem", "1").expect_err("unknown").to_string();
     assert!(error.contains("--set router.seem=1") && error.contains("`seem`"), "{error}");
+    let error = layers().flag("--dtype fp8", "model.dtype", "fp8").expect_err("unknown").to_string();
+    assert!(error.contains("fp8") && error.contains("use auto, f32 or bf16"), "{error}");
     let file = tempfile::NamedTempFile::new().expect("room on disk");
     std::fs::write(file.path(), "[router]\nseem = 1\n").expect("room on disk");
     let error = format!("{:#}", layers().file(file.path()).expect_err("unknown"));
@@ -84,8 +86,45 @@ fn contradictions_are_refused() {
     assert!(refused(Role::Router, &[]).contains("--members"));
     assert!(refused(Role::Combiner, &[("cluster.members", "x=a:1")]).contains("x=a:1"));
     assert!(refused(Role::Combiner, &[("model.fingerprint", "ab")]).contains("64 hex digits"));
-    assert!(refused(Role::Combiner, &[("model.dtype", "fp8")]).contains("fp8"));
     assert!(refused(Role::ScatterWorker, &[("worker.concurrent", "0")]).contains("worker.concurrent"));
+}
+
+#[test]
+fn what_roles_do_about_load_and_failures_is_set_here() {
+    let mut layers = layers();
+    let given = [
+        ("HYPIC__ROUTER__FAULTS__FAILOVER_WAIT", "750ms"),
+        ("HYPIC__ROUTER__COSTS__BYTES_PER_SECOND", "5000"),
+        ("HYPIC__ROUTER__REPLICATE__COPIES", "5"),
+        ("HYPIC__FRONT__MAX_DURATION", "2m"),
+        ("HYPIC__TRANSFER__CHUNK", "2MiB"),
+        ("HYPIC__TRANSFER__OPEN_WAIT", "3s"),
+    ];
+    layers.environment(variables(&given)).expect("good");
+    let config = layers.finish().expect("consistent");
+    let router = config.router.config();
+    assert_eq!(router.faults.failover_wait, Duration::from_millis(750));
+    assert_eq!((router.costs.bytes_per_second, router.replicate.copies), (5000, 5));
+    assert_eq!(config.front.max_duration, Duration::from_secs(120));
+    let grpc = config.transfer.grpc();
+    assert_eq!((grpc.chunk_bytes, grpc.open_wait), (2 << 20, Duration::from_secs(3)));
+
+    let defaults = Config::default();
+    assert_eq!(defaults.transfer.grpc(), hypic_transport::grpc::GrpcConfig::default());
+    assert_eq!(format!("{:?}", defaults.router.config()), format!("{:?}", RouterConfig::default()));
+    for (key, value) in [
+        ("router.faults.attempts", "0"),
+        ("router.faults.late_factor", "-1.0"),
+        ("router.boundary_share", "1.5"),
+        ("transfer.chunk", "0B"),
+        ("transfer.chunk", "1GiB"),
+    ] {
+        let mut layers = self::layers();
+        layers.flag("--set", key, value).expect("a setting");
+        let error = layers.finish().expect_err(key).to_string();
+        assert!(error.contains(key), "{error}");
+    }
+    self::layers().flag("--set", "router.faults.failover_wait", "5").expect_err("no unit");
 }
 
 #[test]

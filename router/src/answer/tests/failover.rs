@@ -96,6 +96,24 @@ async fn with_no_other_combiner_in_time_the_answer_ends_with_an_error() {
         assert!(waited >= PATIENCE && waited < PATIENCE + Duration::from_secs(1), "{waited:?}");
         bench.settled().await;
     }
+    // At once if the membership lists no other one.
+    let listed = |ids: &[Option<&str>]| Some(ids.iter().map(|id| id.map(str::to_owned)).collect());
+    for (ids, waits) in [
+        (listed(&[]), false),
+        (listed(&[Some("combiner-0")]), false),
+        (listed(&[None]), false),
+        (listed(&[Some("combiner-0"), Some("combiner-1")]), true),
+        (listed(&[Some("combiner-1")]), true),
+        (listed(&[None, None]), true),
+    ] {
+        let bench = Bench::new(&[&[]], 1, FaultConfig::default());
+        bench.core.fleet.set_listed_combiners(ids.clone());
+        let mut client = bench.ask(ask(&[]));
+        tell(&bench.combiners[0].plan().await, gone());
+        let error = client.error().await;
+        assert_eq!((error.kind, client.elapsed() >= PATIENCE), (ErrorKind::Unavailable, waits), "{ids:?}: {error}");
+        assert!(waits || client.elapsed() < Duration::from_millis(100), "{ids:?}");
+    }
     // Nor longer than the request may take.
     let bench = Bench::new(&[&[]], 1, FaultConfig::default());
     let mut short = ask(&[]);

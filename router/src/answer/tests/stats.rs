@@ -47,8 +47,13 @@ async fn failures_and_what_is_done_about_them_are_counted() {
     least(&text, &["hypic_retries_total{", "kind=\"transfer\""], 1.0);
     least(&text, &["hypic_transfer_io_bytes_total"], f64::from(1 << 20));
     least(&text, &["hypic_failovers_total"], 1.0);
-    least(&text, &["makespan_bound"], 1.0);
+    assert_eq!(value(&text, &["makespan_bound"]), None, "a lone segment bounds nothing");
     least(&text, &["hypic_stage_duration_seconds_count{", "stage=\"plan\""], 2.0);
+
+    // One segment takes longer than all others.
+    let bench = Bench::new(&[&[], &[]], 1, FaultConfig::default());
+    drop(bench.ask(ask(&[ids(1, 300), ids(400, 10)])));
+    least(&scrape(&telemetry).await, &["makespan_bound"], 1.0);
 
     // Slow.
     let bench = Bench::new(&[&[Act::Silence], &[]], 1, FaultConfig::default());
