@@ -2,8 +2,8 @@
 //! that its connection counts as lost; whoever still holds it learns that from [`Peer::down`].
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use hypic_proto::v1;
 use parking_lot::Mutex;
@@ -19,6 +19,8 @@ use crate::record::{MemberId, MemberRecord};
 #[derive(Debug)]
 pub struct Peer {
     record: MemberRecord,
+    /// The record of one that was loading when it was greeted, once its model is loaded.
+    whole: OnceLock<MemberRecord>,
     protocol: u32,
     address: String,
     channel: Channel,
@@ -36,13 +38,18 @@ impl Peer {
         first: &v1::Heartbeat,
     ) -> Peer {
         let latest = Mutex::new(read(first));
-        let listed = AtomicBool::new(true);
-        Peer { record, protocol, address, channel, down: CancellationToken::new(), listed, latest }
+        let (listed, whole) = (AtomicBool::new(true), OnceLock::new());
+        Peer { record, whole, protocol, address, channel, down: CancellationToken::new(), listed, latest }
     }
 
-    /// Who it is.
+    /// Who it is, as far as it has said.
     pub fn record(&self) -> &MemberRecord {
-        &self.record
+        self.whole.get().unwrap_or(&self.record)
+    }
+
+    /// Whether its model is loaded, so that its record is whole and was found to fit.
+    pub fn is_loaded(&self) -> bool {
+        self.record().fingerprint.is_some()
     }
 
     /// Its id.
@@ -83,7 +90,7 @@ impl Peer {
     /// Whether it may be given new work: alive and serving by its own word. A lease that lapsed while the membership's
     /// store was away says nothing about that; a member that leaves says that it drains.
     pub fn takes_work(&self) -> bool {
-        self.state() == NodeState::Serving && !self.down.is_cancelled()
+        self.state() == NodeState::Serving && self.is_loaded() && !self.down.is_cancelled()
     }
 
     /// Cancelled when the member is lost: its connection broke, its heartbeats stopped, or somebody else answers.
@@ -157,6 +164,13 @@ impl Entry {
 
     pub(crate) fn set_listed(&self, listed: bool) {
         if self.peer.listed.swap(listed, Ordering::AcqRel) != listed {
+            self.board.touch();
+        }
+    }
+
+    /// The member has loaded its model, and fits.
+    pub(crate) fn loaded(&self, record: MemberRecord) {
+        if self.peer.whole.set(record).is_ok() {
             self.board.touch();
         }
     }

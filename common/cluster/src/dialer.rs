@@ -36,6 +36,9 @@ pub struct ConnectionConfig {
     /// An unanswered ping ends a connection after so long.
     #[serde(with = "humantime_serde")]
     pub ping_timeout: Duration,
+    /// After a failure to accept a connection, some of those there are get this time to end.
+    #[serde(with = "humantime_serde")]
+    pub accept_pause: Duration,
 }
 
 impl Default for ConnectionConfig {
@@ -48,6 +51,7 @@ impl Default for ConnectionConfig {
             connect_timeout: Duration::from_secs(2),
             ping_interval: Duration::from_secs(1),
             ping_timeout: Duration::from_secs(2),
+            accept_pause: Duration::from_millis(100),
         }
     }
 }

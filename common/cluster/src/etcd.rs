@@ -96,6 +96,8 @@ impl EtcdConfig {
 #[derive(Debug)]
 pub struct EtcdMembership {
     shared: Arc<Shared>,
+    /// This process's record, if it has one.
+    own: watch::Sender<Option<MemberRecord>>,
     request_timeout: Duration,
     _stop: DropGuard,
 }
@@ -124,9 +126,13 @@ impl EtcdMembership {
         });
         let (stop, request_timeout) = (CancellationToken::new(), config.request_timeout);
         let (stopped, used) = (stop.clone(), shared.clone());
+        let own = watch::Sender::new(own);
+        let record = own.subscribe();
         let work = async move {
             let session = Session { config, shared: used };
-            stopped.run_until_cancelled(async { tokio::join!(session.keep_registered(own), session.keep_view()) }).await
+            stopped
+                .run_until_cancelled(async { tokio::join!(session.keep_registered(record), session.keep_view()) })
+                .await
         };
         let name = "hypic-etcd".to_owned();
         let run = move || {
@@ -135,7 +141,7 @@ impl EtcdMembership {
             runtime.shutdown_background();
         };
         std::thread::Builder::new().name(name).spawn(run).map_err(failed)?;
-        Ok(EtcdMembership { shared, request_timeout, _stop: stop.drop_guard() })
+        Ok(EtcdMembership { shared, own, request_timeout, _stop: stop.drop_guard() })
     }
 
     pub(crate) fn view(&self) -> watch::Receiver<View> {
@@ -148,6 +154,10 @@ impl EtcdMembership {
 
     pub(crate) fn registered(&self) -> bool {
         self.shared.registered.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn update(&self, own: MemberRecord) {
+        self.own.send_replace(Some(own));
     }
 
     pub(crate) async fn leave(&self) {
@@ -197,15 +207,15 @@ impl Session {
     }
 
     /// Keep the own record entered until this process leaves.
-    async fn keep_registered(&self, own: Option<MemberRecord>) {
-        if let Some(record) = own {
+    async fn keep_registered(&self, mut own: watch::Receiver<Option<MemberRecord>>) {
+        let first = own.borrow().clone();
+        if let Some(record) = first {
             let key = format!("{}{}", self.config.prefix, record.id);
-            let value = record.encode();
             let mut backoff = Backoff::new(self.config.reconnect.clone());
             let mut lease = None;
             let registering = async {
                 loop {
-                    let trouble = self.register(&key, &value, &mut lease, &mut backoff).await;
+                    let trouble = self.register(&key, &mut own, &mut lease, &mut backoff).await;
                     self.shared.registered.store(false, Ordering::Release);
                     tracing::warn!(id = %record.id, error = %trouble, "not registered in etcd, trying again");
                     sleep(backoff.next_wait()).await;
@@ -223,20 +233,36 @@ impl Session {
         self.shared.left.cancel();
     }
 
-    /// Enter the record and keep its lease alive; returns when that fails.
-    async fn register(&self, key: &str, value: &[u8], lease: &mut Option<i64>, backoff: &mut Backoff) -> Trouble {
+    /// Enter the record, again when it changes, and keep its lease alive; returns when that fails.
+    async fn register(
+        &self,
+        key: &str,
+        own: &mut watch::Receiver<Option<MemberRecord>>,
+        lease: &mut Option<i64>,
+        backoff: &mut Backoff,
+    ) -> Trouble {
         let endless = async {
             let mut client = self.connect().await?;
             let ttl = i64::try_from(self.config.lease_ttl.as_secs()).unwrap_or(i64::MAX);
             let id = self.within(client.lease_grant(ttl, None)).await?.id();
             *lease = Some(id);
-            self.within(client.put(key, value, Some(PutOptions::new().with_lease(id)))).await?;
+            let value = |own: &mut watch::Receiver<Option<MemberRecord>>| {
+                own.borrow_and_update().as_ref().map(MemberRecord::encode).unwrap_or_default()
+            };
+            let options = PutOptions::new().with_lease(id);
+            self.within(client.put(key, value(own), Some(options.clone()))).await?;
             let (mut keeper, mut answers) = self.within(client.lease_keep_alive(id)).await?;
             self.shared.registered.store(true, Ordering::Release);
             tracing::info!(key, lease = id, "registered in etcd");
             backoff.reset();
             loop {
-                sleep(self.config.lease_ttl / 3).await;
+                tokio::select! {
+                    () = sleep(self.config.lease_ttl / 3) => {}
+                    // The sender lives in the handle: without it this ends as well.
+                    Ok(()) = own.changed() => {
+                        self.within(client.put(key, value(own), Some(options.clone()))).await?;
+                    }
+                }
                 self.within(keeper.keep_alive()).await?;
                 match self.within(answers.message()).await? {
                     Some(answer) if answer.ttl() > 0 => {}
@@ -374,7 +400,7 @@ mod tests {
             id: "combiner-1".into(),
             role: Role::Combiner,
             addresses: vec!["h:1".into()],
-            fingerprint: [0; 32],
+            fingerprint: Some([0; 32]),
             dtype: "f32".into(),
             kernel_set: "portable-v1".into(),
             format: 1,

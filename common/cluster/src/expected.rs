@@ -83,10 +83,15 @@ impl Mismatch {
 }
 
 impl Expected {
-    /// The first difference to `record`; `None`: the member may be used.
+    /// The first difference to `record`; `None`: the member may be used. Of one that still loads its model, what depends
+    /// on the model is not known yet and no difference.
     pub fn mismatch(&self, record: &MemberRecord) -> Option<Mismatch> {
-        if self.fingerprint != record.fingerprint {
-            return Some(Mismatch::new(Field::Fingerprint, hex(&self.fingerprint), hex(&record.fingerprint)));
+        record.fingerprint.and_then(|theirs| self.another_model(theirs, record)).or_else(|| self.another_build(record))
+    }
+
+    fn another_model(&self, theirs: [u8; 32], record: &MemberRecord) -> Option<Mismatch> {
+        if self.fingerprint != theirs {
+            return Some(Mismatch::new(Field::Fingerprint, hex(&self.fingerprint), hex(&theirs)));
         }
         if self.dtype != record.dtype {
             return Some(Mismatch::new(Field::Dtype, &self.dtype, &record.dtype));
@@ -94,6 +99,10 @@ impl Expected {
         if let Some(kernel_set) = self.kernel_set.as_ref().filter(|own| **own != record.kernel_set) {
             return Some(Mismatch::new(Field::KernelSet, kernel_set, &record.kernel_set));
         }
+        None
+    }
+
+    fn another_build(&self, record: &MemberRecord) -> Option<Mismatch> {
         if self.format != record.format {
             return Some(Mismatch::new(Field::Format, self.format, record.format));
         }
@@ -137,7 +146,7 @@ mod tests {
             id: "a".into(),
             role: Role::Combiner,
             addresses: vec![],
-            fingerprint: [1; 32],
+            fingerprint: Some([1; 32]),
             dtype: "f32".into(),
             kernel_set: "portable-v1".into(),
             format: 1,
@@ -155,12 +164,15 @@ mod tests {
             let found = expected.mismatch(&other).expect("differs");
             (found.field, found.ours, found.theirs)
         };
-        assert_eq!(differs(|r| r.fingerprint = [2; 32]), (Field::Fingerprint, "01".repeat(32), "02".repeat(32)));
+        assert_eq!(differs(|r| r.fingerprint = Some([2; 32])), (Field::Fingerprint, "01".repeat(32), "02".repeat(32)));
         assert_eq!(differs(|r| r.dtype = "bf16".into()), (Field::Dtype, "f32".into(), "bf16".into()));
         assert_eq!(differs(|r| r.kernel_set = "x".into()), (Field::KernelSet, "portable-v1".into(), "x".into()));
         assert_eq!(differs(|r| r.format = 2), (Field::Format, "1".into(), "2".into()));
         let newer = |r: &mut MemberRecord| r.protocols = Protocols::new(2, 3).expect("a range");
         assert_eq!(differs(newer), (Field::Protocol, "1..=1".into(), "2..=3".into()));
+        let loading = MemberRecord::loading("a".into(), Role::Combiner, vec![], 1);
+        assert_eq!(expected.mismatch(&loading), None);
+        assert_eq!(expected.mismatch(&MemberRecord { format: 2, ..loading }).expect("differs").field, Field::Format);
         let any = Expected { kernel_set: None, ..expected.clone() };
         assert_eq!(any.mismatch(&MemberRecord { kernel_set: "x".into(), ..record.clone() }), None);
     }

@@ -123,6 +123,13 @@ impl Membership {
         }
     }
 
+    /// Enter a new record of this process in place of its first one: it has loaded its model.
+    pub fn update(&self, own: MemberRecord) {
+        if let Membership::Etcd(etcd) = self {
+            etcd.update(own);
+        }
+    }
+
     /// Take this process out of the membership, as far as that is possible in the configured time. The view stays.
     pub async fn leave(&self) {
         if let Membership::Etcd(etcd) = self {

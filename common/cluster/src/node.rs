@@ -4,7 +4,7 @@
 
 use std::fmt;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures::Stream;
@@ -62,6 +62,8 @@ pub struct NodeLoad {
 /// What a member says about itself, shared by the program that sets it and the service that tells it.
 pub struct NodeStatus {
     record: MemberRecord,
+    /// The record with all that is known once the model is loaded.
+    whole: OnceLock<MemberRecord>,
     state: watch::Sender<NodeState>,
     load: Arc<dyn Fn() -> NodeLoad + Send + Sync>,
     closed: CancellationToken,
@@ -69,24 +71,41 @@ pub struct NodeStatus {
 
 impl fmt::Debug for NodeStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NodeStatus").field("record", &self.record).field("state", &self.state()).finish_non_exhaustive()
+        f.debug_struct("NodeStatus")
+            .field("record", self.record())
+            .field("state", &self.state())
+            .finish_non_exhaustive()
     }
 }
 
 impl NodeStatus {
-    /// A member that is loading. `load` is asked at every heartbeat and must not block. `closed` ends all heartbeats:
+    /// A member that is loading; what its record does not say yet follows with [`loaded`](Self::loaded). `load` is asked at every heartbeat and must not block. `closed` ends all heartbeats:
     /// others then take the member for dead, so cancel it when its work is done, together with the server's shutdown.
     pub fn new(
         record: MemberRecord,
         load: Arc<dyn Fn() -> NodeLoad + Send + Sync>,
         closed: CancellationToken,
     ) -> Arc<NodeStatus> {
-        Arc::new(NodeStatus { record, state: watch::Sender::new(NodeState::Loading), load, closed })
+        Arc::new(NodeStatus {
+            record,
+            whole: OnceLock::new(),
+            state: watch::Sender::new(NodeState::Loading),
+            load,
+            closed,
+        })
     }
 
-    /// Who the member is.
+    /// Who the member is, as far as it is known.
     pub fn record(&self) -> &MemberRecord {
-        &self.record
+        self.whole.get().unwrap_or(&self.record)
+    }
+
+    /// The model is loaded: from now on this is the record, and the member serves. All callers are told at once.
+    pub fn loaded(&self, record: MemberRecord) {
+        debug_assert!(record.id == self.record.id && record.fingerprint.is_some(), "{record:?}");
+        let first = self.whole.set(record).is_ok();
+        debug_assert!(first, "a model is loaded once");
+        self.set_state(NodeState::Serving);
     }
 
     /// What it is able to do.
@@ -99,9 +118,10 @@ impl NodeStatus {
         self.state.send_if_modified(|current| std::mem::replace(current, state) != state);
     }
 
-    fn heartbeat(&self, state: NodeState) -> v1::Heartbeat {
+    fn heartbeat(&self, state: NodeState, record: Option<&MemberRecord>) -> v1::Heartbeat {
         let load = (self.load)();
         v1::Heartbeat {
+            record: record.map(Into::into),
             id: self.record.id.as_str().to_owned(),
             state: state.to_proto().into(),
             backlog_tokens: load.backlog_tokens,
@@ -132,11 +152,12 @@ impl Node for NodeService {
             let (min, max) = (caller.protocol_min, caller.protocol_max);
             Status::invalid_argument(format!("protocol range {min}..={max} is empty or begins below 1"))
         })?;
-        let own = self.0.record.protocols;
+        let record = self.0.record();
+        let own = record.protocols;
         let protocol = own.negotiate(theirs).ok_or_else(|| {
             Status::failed_precondition(format!("no common protocol: {own} here, {theirs} at {}", caller.caller))
         })?;
-        Ok(Response::new(v1::HelloResponse { record: Some((&self.0.record).into()), protocol }))
+        Ok(Response::new(v1::HelloResponse { record: Some(record.into()), protocol }))
     }
 
     type BeatStream = Beats;
@@ -154,17 +175,19 @@ impl Node for NodeService {
         let mut ticks = interval(period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (status, changes) = (self.0.clone(), self.0.state.subscribe());
-        let beats = stream::unfold((status, changes, ticks), |(status, mut changes, mut ticks)| async move {
-            tokio::select! {
-                biased;
-                () = status.closed.cancelled() => return None,
-                changed = changes.changed() => changed.ok()?,
-                _ = ticks.tick() => {}
-            }
-            let state = *changes.borrow_and_update();
-            let beat = status.heartbeat(state);
-            Some((Ok(beat), (status, changes, ticks)))
-        });
+        let beats =
+            stream::unfold((status, changes, ticks, false), |(status, mut changes, mut ticks, told)| async move {
+                tokio::select! {
+                    biased;
+                    () = status.closed.cancelled() => return None,
+                    changed = changes.changed() => changed.ok()?,
+                    _ = ticks.tick() => {}
+                }
+                let state = *changes.borrow_and_update();
+                let whole = status.record().fingerprint.is_some();
+                let beat = status.heartbeat(state, (whole && !told).then(|| status.record()));
+                Some((Ok(beat), (status, changes, ticks, whole)))
+            });
         Ok(Response::new(Box::pin(beats)))
     }
 }
@@ -182,7 +205,7 @@ mod tests {
             id: "combiner-1".into(),
             role: Role::Combiner,
             addresses: vec!["127.0.0.1:1".into()],
-            fingerprint: [7; 32],
+            fingerprint: None,
             dtype: "f32".into(),
             kernel_set: "portable-v1".into(),
             format: 1,
@@ -223,10 +246,13 @@ mod tests {
         beats.next().await.expect("a beat").expect("no error");
         assert!((Duration::from_secs(1)..Duration::from_millis(1010)).contains(&start.elapsed()));
         advance(Duration::from_millis(300)).await;
-        status.set_state(NodeState::Serving);
+        let whole = MemberRecord { fingerprint: Some([7; 32]), ..status.record().clone() };
+        status.loaded(whole.clone());
         let changed = beats.next().await.expect("a beat").expect("no error");
         assert_eq!(changed.state, v1::MemberState::Serving as i32);
+        assert_eq!(MemberRecord::try_from(changed.record.expect("has the record")), Ok(whole));
         assert!(start.elapsed() < Duration::from_millis(1310));
+        assert!(beats.next().await.expect("a beat").expect("no error").record.is_none(), "told once");
         status.closed.cancel();
         assert!(beats.next().await.is_none());
     }

@@ -188,8 +188,9 @@ pub struct MemberRecord {
     pub role: Role,
     /// Where its internal services are reached: HOST:PORT, best first.
     pub addresses: Vec<String>,
-    /// blake3 over the model's configuration and tensors.
-    pub fingerprint: [u8; 32],
+    /// blake3 over the model's configuration and tensors; `None` while the model is being loaded, and what else depends on
+    /// the model is empty then.
+    pub fingerprint: Option<[u8; 32]>,
     /// Dtype in which it computes: `f32` or `bf16`.
     pub dtype: String,
     /// Name and version of its kernels; entries are bit-identical within one.
@@ -227,6 +228,23 @@ pub enum RecordError {
 }
 
 impl MemberRecord {
+    /// A member of this build that still loads its model.
+    pub fn loading(id: MemberId, role: Role, addresses: Vec<String>, format: u32) -> MemberRecord {
+        MemberRecord {
+            id,
+            role,
+            addresses,
+            fingerprint: None,
+            dtype: String::new(),
+            kernel_set: String::new(),
+            format,
+            protocols: Protocols::OWN,
+            prefix_fixed_bytes: 0,
+            prefix_token_bytes: 0,
+            prefix_budget_bytes: 0,
+        }
+    }
+
     /// As it is kept in etcd: the encoded message.
     pub fn encode(&self) -> Vec<u8> {
         prost::Message::encode_to_vec(&v1::MemberRecord::from(self))
@@ -249,7 +267,7 @@ impl From<&MemberRecord> for v1::MemberRecord {
             id: record.id.as_str().to_owned(),
             role: record.role.to_proto().into(),
             addresses: record.addresses.clone(),
-            model_fingerprint: record.fingerprint.to_vec().into(),
+            model_fingerprint: record.fingerprint.map(|bytes| bytes.to_vec()).unwrap_or_default().into(),
             dtype: record.dtype.clone(),
             kernel_set: record.kernel_set.clone(),
             format_version: record.format,
@@ -270,8 +288,10 @@ impl TryFrom<v1::MemberRecord> for MemberRecord {
             return Err(RecordError::Missing("id"));
         }
         let role = Role::from_proto(message.role).ok_or(RecordError::Role(message.role))?;
-        let fingerprint = <[u8; 32]>::try_from(message.model_fingerprint.as_ref())
-            .map_err(|_| RecordError::Fingerprint(message.model_fingerprint.len()))?;
+        let fingerprint = match message.model_fingerprint.as_ref() {
+            [] => None,
+            bytes => Some(<[u8; 32]>::try_from(bytes).map_err(|_| RecordError::Fingerprint(bytes.len()))?),
+        };
         let protocols = Protocols::new(message.protocol_min, message.protocol_max)
             .ok_or(RecordError::Protocols(message.protocol_min, message.protocol_max))?;
         Ok(MemberRecord {
@@ -299,7 +319,7 @@ mod tests {
             id: "combiner-0123456789ab".into(),
             role: Role::Combiner,
             addresses: vec!["10.0.0.1:7000".into(), "[::1]:7000".into()],
-            fingerprint: std::array::from_fn(|i| i as u8),
+            fingerprint: Some(std::array::from_fn(|i| i as u8)),
             dtype: "bf16".into(),
             kernel_set: "avx512bf16-v1".into(),
             format: 3,
@@ -313,6 +333,8 @@ mod tests {
     #[test]
     fn records_survive_encoding() {
         assert_eq!(MemberRecord::decode(&record().encode()), Ok(record()));
+        let loading = MemberRecord::loading("worker-1".into(), Role::ScatterWorker, vec!["10.0.0.1:7000".into()], 3);
+        assert_eq!(MemberRecord::decode(&loading.encode()), Ok(loading));
     }
 
     #[test]

@@ -83,6 +83,9 @@ async fn members_come_stay_and_leave() {
     client.lease_revoke(lease).await.expect("revokes");
     until("its loss is seen", || ids(&watcher).is_empty()).await;
     until("it is registered again under its id", || ids(&watcher) == [own.id.to_string()]).await;
+    let changed = hypic_cluster::MemberRecord { fingerprint: Some([9; 32]), ..own.clone() };
+    member.update(changed.clone());
+    until("its new record is seen", || watcher.view().borrow()[0].record.as_ref() == Some(&changed)).await;
     let pairs = client.get(key.as_str(), None).await.expect("answers");
     assert_ne!(pairs.kvs()[0].lease(), lease);
 

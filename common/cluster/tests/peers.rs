@@ -5,7 +5,7 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hypic_cluster::{ConnectionConfig, Dialer, Field, Membership, NodeState, Role, Target, View};
+use hypic_cluster::{ConnectionConfig, Dialer, Field, MemberRecord, Membership, NodeState, Role, Target, View};
 use support::{Member, peers, until};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -45,6 +45,34 @@ async fn members_that_fit_are_used_and_others_are_counted() {
     assert!(peer.state() == NodeState::Draining && !peer.takes_work() && !peer.down().is_cancelled());
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(counts.get(Field::Dtype), 1, "several attempts count once");
+}
+
+#[tokio::test]
+async fn one_that_loads_is_listed_and_used_once_it_has_loaded_what_fits() {
+    let load = async || {
+        let member = Member::start(FREE, None, |record| record.fingerprint = None).await;
+        member.status.set_state(NodeState::Loading);
+        member
+    };
+    let (fits, other) = (load().await, load().await);
+    let whole = |member: &Member, fingerprint| MemberRecord {
+        fingerprint: Some(fingerprint),
+        prefix_budget_bytes: 5,
+        ..member.status.record().clone()
+    };
+    let members = [&fits, &other].map(|member| (Role::Combiner, member.address.to_string()));
+    let peers = peers(plain(), Membership::fixed(members.into()).view());
+    until("both are listed", || peers.live().borrow().len() == 2).await;
+    let peer = peers.find(fits.id().as_str()).expect("is live");
+    assert_eq!((peer.state(), peer.is_loaded(), peer.takes_work()), (NodeState::Loading, false, false));
+    assert_eq!(peers.mismatches().get(Field::Fingerprint), 0);
+    fits.status.loaded(whole(&fits, [7; 32]));
+    other.status.loaded(whole(&other, [8; 32]));
+    until("it takes work", || peer.takes_work()).await;
+    assert_eq!(peer.record(), &whole(&fits, [7; 32]));
+    until("the other one is refused", || peers.live().borrow().len() == 1).await;
+    until("and counted", || peers.mismatches().get(Field::Fingerprint) == 1).await;
+    assert!(!peer.down().is_cancelled(), "over the same connection");
 }
 
 #[tokio::test]

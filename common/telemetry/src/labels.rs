@@ -85,6 +85,8 @@ label_sets! {
     EvictionReason = "reason" { Capacity = "capacity", Prefix = "prefix", Boundary = "boundary" }
     /// What a sequence is doing.
     SequenceState = "state" { Waiting = "waiting", Prefilling = "prefilling", Decoding = "decoding" }
+    /// How far a prefill job is.
+    JobState = "state" { Waiting = "waiting", Computing = "computing" }
     /// State of a member's circuit breaker.
     BreakerState = "state" { Closed = "closed", Open = "open", HalfOpen = "half_open" }
     /// Role of a member.
@@ -97,7 +99,7 @@ label_sets! {
     /// Why a request was turned away.
     Rejection = "reason" {
         QueueFull = "queue_full", Deadline = "deadline", TooLong = "too_long", NoMember = "no_member",
-        Draining = "draining",
+        Draining = "draining", Unauthenticated = "unauthenticated",
     }
     /// When the client went away.
     DisconnectPhase = "phase" { Queued = "queued", Prefill = "prefill", Decode = "decode" }

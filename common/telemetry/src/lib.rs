@@ -9,6 +9,7 @@ mod document;
 mod labels;
 mod metrics;
 pub mod names;
+mod open;
 mod propagation;
 mod start;
 #[cfg(test)]
@@ -17,9 +18,10 @@ mod tests;
 pub use config::{LogFormat, TelemetryConfig};
 pub use document::document;
 pub use labels::{
-    AttemptKind, BreakerState, DisconnectPhase, EvictionReason, LABEL_SETS, Label, MemberRole, MismatchField, Mode,
-    Outcome, Protocol, Rejection, SegmentSource, SequenceState, Stage, TokenClass, TransferFailure,
+    AttemptKind, BreakerState, DisconnectPhase, EvictionReason, JobState, LABEL_SETS, Label, MemberRole, MismatchField,
+    Mode, Outcome, Protocol, Rejection, SegmentSource, SequenceState, Stage, TokenClass, TransferFailure,
 };
 pub use metrics::{Metrics, Observation, metrics, observe};
+pub use open::{Open, OpenGuard};
 pub use propagation::{adopt, adopt_metadata, adopt_text, extract, extract_metadata, inject_current, traceparent};
 pub use start::{Telemetry, TelemetryError};

@@ -61,16 +61,17 @@ impl Drop for Observation {
     }
 }
 
-/// Exports `read` as the gauge `metric`, called at each export. Functions with equal labels are added up.
+/// Exports `read` as `metric`, a gauge or a count that is kept elsewhere, called at each export. Functions with equal
+/// labels are added up.
 ///
 /// # Panics
-/// In debug builds, if `metric` is no gauge or the labels' keys are not those of its specification.
+/// In debug builds, if `metric` is recorded instead of read, or the labels' keys are not those of its specification.
 pub fn observe(
     metric: &'static MetricSpec,
     labels: &[Label],
     read: impl Fn() -> u64 + Send + Sync + 'static,
 ) -> Observation {
-    debug_assert_eq!(metric.kind, MetricKind::Gauge, "{} is no gauge", metric.name);
+    debug_assert!(matches!(metric.kind, MetricKind::Gauge | MetricKind::Observed), "{} is recorded", metric.name);
     debug_assert!(
         labels.iter().map(|label| label.key()).eq(metric.labels.iter().copied()),
         "labels of {}",
@@ -117,6 +118,18 @@ macro_rules! instruments {
                         })
                         .build();
                 }
+                for spec in METRICS.iter().filter(|spec| spec.kind == MetricKind::Observed) {
+                    meter
+                        .u64_observable_counter(spec.name)
+                        .with_unit(spec.unit)
+                        .with_description(spec.description)
+                        .with_callback(|observer| {
+                            for (labels, value) in readings(spec.name) {
+                                observer.observe(value, &labels);
+                            }
+                        })
+                        .build();
+                }
                 Self {
                     $($counter: counter(meter, &names::$counter_spec),)+
                     $($histogram: histogram(meter, &names::$histogram_spec, &$bounds),)+
@@ -128,10 +141,10 @@ macro_rules! instruments {
 
 instruments! {
     counters {
-        requests = REQUESTS, segments = SEGMENTS, tokens = TOKENS, evictions = EVICTIONS, mismatches = MISMATCHES,
+        requests = REQUESTS, segments = SEGMENTS, tokens = TOKENS,
         retries = RETRIES, hedges = HEDGES, failovers = FAILOVERS, last_resort = LAST_RESORT,
         transfer_bytes = TRANSFER_BYTES, transfer_failures = TRANSFER_FAILURES, rejections = REJECTIONS,
-        disconnects = DISCONNECTS, makespan_bound = MAKESPAN_BOUND,
+        disconnects = DISCONNECTS, makespan_bound = MAKESPAN_BOUND, replications = REPLICATIONS,
     }
     histograms {
         request_duration = REQUEST_DURATION, SECONDS;
@@ -186,14 +199,6 @@ impl Metrics {
     pub fn tokens(&self, class: TokenClass, count: u64) {
         self.tokens.add(count, &[key_value(class)]);
     }
-    /// Cache entries dropped.
-    pub fn evictions(&self, reason: EvictionReason, count: u64) {
-        self.evictions.add(count, &[key_value(reason)]);
-    }
-    /// A member was refused.
-    pub fn mismatch(&self, field: MismatchField) {
-        self.mismatches.add(1, &[key_value(field)]);
-    }
     /// An attempt was repeated after a failure.
     pub fn retry(&self, kind: AttemptKind) {
         self.retries.add(1, &[key_value(kind)]);
@@ -232,6 +237,10 @@ impl Metrics {
     /// A client went away.
     pub fn disconnect(&self, phase: DisconnectPhase) {
         self.disconnects.add(1, &[key_value(phase)]);
+    }
+    /// A hot entry has one more holder.
+    pub fn replication(&self) {
+        self.replications.add(1, &[]);
     }
     /// A segment is so long that it would be the makespan alone.
     pub fn makespan_bound_segment(&self) {

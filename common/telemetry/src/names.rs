@@ -12,13 +12,15 @@ pub enum MetricKind {
     Histogram,
     /// Read at the time of the export.
     Gauge,
+    /// Only grows; counted by somebody else, and read at the time of the export.
+    Observed,
 }
 
 impl MetricKind {
     /// The kind in lower case.
     pub const fn as_str(self) -> &'static str {
         match self {
-            Self::Counter => "counter",
+            Self::Counter | Self::Observed => "counter",
             Self::Histogram => "histogram",
             Self::Gauge => "gauge",
         }
@@ -74,11 +76,22 @@ metrics! {
     TOKENS: Counter "hypic.tokens" "{token}" "Tokens by how they were handled" ["class"];
     CACHE_BYTES: Gauge "hypic.cache.size" "By" "Bytes held by the cache" [];
     CACHE_ENTRIES: Gauge "hypic.cache.entries" "{entry}" "Entries held by the cache" [];
-    EVICTIONS: Counter "hypic.cache.evictions" "{entry}" "Entries dropped from the cache" ["reason"];
+    CACHE_PINNED: Gauge "hypic.cache.pinned" "By" "Bytes of cached entries that are in use" [];
+    CACHE_FLIGHTS: Gauge "hypic.cache.flights" "{entry}" "Entries that are being computed or received" [];
+    EVICTIONS: Observed "hypic.cache.evictions" "{entry}" "Entries dropped from the cache" ["reason"];
     SEQUENCES: Gauge "hypic.sequences" "{sequence}" "Sequences by state" ["state"];
+    SEQUENCE_BYTES: Gauge "hypic.sequences.size" "By" "Bytes of the running states of sequences" [];
     WAITING: Gauge "hypic.requests.waiting" "{request}" "Requests that wait for a place" [];
+    REQUESTS_OPEN: Gauge "hypic.requests.open" "{request}" "Requests of clients that a router answers now" [];
+    PLANS_OPEN: Gauge "hypic.plans.open" "{plan}" "Plans of a router that combiners carry out now" [];
+    JOBS_OUT: Gauge "hypic.jobs.out" "{job}" "Prefill jobs that a router gave out and has not heard the end of" [];
+    BACKLOG: Gauge "hypic.backlog" "ms" "Estimated time of the work that a router gave workers and they have not done" [];
+    JOBS: Gauge "hypic.jobs" "{job}" "Prefill jobs of a worker, or of a combiner's last resort, by state" ["state"];
+    JOB_TOKENS: Gauge "hypic.jobs.tokens" "{token}" "Tokens that a worker has still to prefill" [];
+    DELIVERIES: Gauge "hypic.deliveries.open" "{transfer}" "Transfers that a worker sends now" [];
+    CALLS: Gauge "hypic.calls.open" "{call}" "Calls that a worker or combiner serves now, standing ones aside" [];
     MEMBERS: Gauge "hypic.members.up" "{member}" "Members that are up" ["role"];
-    MISMATCHES: Counter "hypic.members.mismatches" "{member}" "Members refused for a differing field" ["field"];
+    MISMATCHES: Observed "hypic.members.mismatches" "{member}" "Members refused for a differing field" ["field"];
     BREAKERS: Gauge "hypic.breakers" "{breaker}" "Circuit breakers by state" ["state"];
     RETRIES: Counter "hypic.retries" "{attempt}" "Attempts repeated after a failure" ["kind"];
     HEDGES: Counter "hypic.hedges" "{attempt}" "Second attempts raced against a slow first" ["kind"];
@@ -91,6 +104,7 @@ metrics! {
     REJECTIONS: Counter "hypic.rejections" "{request}" "Requests turned away" ["reason"];
     DISCONNECTS: Counter "hypic.disconnects" "{request}" "Requests whose client went away" ["phase"];
     MAKESPAN_BOUND: Counter "hypic.segments.makespan_bound" "{segment}" "Segments as long as the makespan alone" [];
+    REPLICATIONS: Counter "hypic.replications" "{entry}" "Hot entries that one more combiner was given" [];
     DIRECTORY_ENTRIES: Gauge "hypic.directory.entries" "{entry}" "Entries of the directory of cached segments" [];
 }
 

@@ -9,10 +9,10 @@ use hypic_kernels::{Backend, Cpu};
 use hypic_model::{Checkpoint, Model};
 use hypic_router::{Fleet, Router, RouterConfig, View};
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
-use hypic_state::DType;
 use hypic_text::TextPipeline;
 use hypic_transport::{Combine, Exchange, Scatter, Transport};
 
+use crate::dtype::ComputeDType;
 use crate::served::{check_tokenizer, load_model, served};
 
 /// Settings of a process with all roles.
@@ -20,8 +20,8 @@ use crate::served::{check_tokenizer, load_model, served};
 pub struct LocalConfig {
     /// Name under which the model is served.
     pub name: String,
-    /// Dtype in which it is computed; `None`: the checkpoint's where the CPU has instructions for it, else f32.
-    pub dtype: Option<DType>,
+    /// Dtype in which it is computed.
+    pub dtype: ComputeDType,
     /// Scatter workers.
     pub workers: usize,
     /// Threads of the combiner; the workers share as many.
@@ -38,7 +38,7 @@ impl LocalConfig {
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
         LocalConfig {
             name: name.into(),
-            dtype: None,
+            dtype: ComputeDType::Auto,
             workers: threads.min(4),
             threads,
             cache_bytes: StoreConfig::default().capacity_bytes,

@@ -4,7 +4,10 @@
 pub mod assembly;
 pub mod cli;
 pub mod config;
+mod dtype;
 pub mod roles;
 mod served;
 pub mod source;
 pub mod up;
+
+pub use dtype::{ComputeDType, UnknownDType};

@@ -12,23 +12,22 @@ use hypic_state::DType;
 use hypic_text::TextPipeline;
 use hypic_transport::SamplingParams;
 
+use crate::dtype::ComputeDType;
+
 /// The dtype to compute in: the one asked for, or the checkpoint's where the CPU has instructions for it, else f32.
-pub(crate) fn compute_dtype(device: &Cpu, checkpoint: &Checkpoint, asked: Option<DType>) -> Result<DType> {
-    match asked {
-        Some(dtype @ (DType::F32 | DType::Bf16)) => Ok(dtype),
-        Some(other) => bail!("dtype {other}: use auto, f32 or bf16"),
-        None => Ok(checkpoint.dtype().filter(|&d| device.supports(d)).unwrap_or(DType::F32)),
-    }
+pub(crate) fn compute_dtype(device: &Cpu, checkpoint: &Checkpoint, asked: ComputeDType) -> DType {
+    let own = || checkpoint.dtype().filter(|&d| device.supports(d));
+    asked.asked().or_else(own).unwrap_or(DType::F32)
 }
 
 /// Load the model, and tell what of it is not served. `progress` is told the name of each tensor that has been read.
 pub(crate) fn load_model(
     device: &Cpu,
     checkpoint: &Checkpoint,
-    asked: Option<DType>,
+    asked: ComputeDType,
     progress: &dyn Fn(&str),
 ) -> Result<Model<Cpu>> {
-    let dtype = compute_dtype(device, checkpoint, asked)?;
+    let dtype = compute_dtype(device, checkpoint, asked);
     let model = Model::load(device, checkpoint, LoadOptions { dtype, progress })?;
     for prefix in model.ignored() {
         tracing::info!(prefix, "the checkpoint's tensors of this prefix are not served");

@@ -20,7 +20,7 @@ pub fn record(role: Role, address: &str) -> MemberRecord {
         id: MemberId::random(role),
         role,
         addresses: vec![address.to_owned()],
-        fingerprint: [7; 32],
+        fingerprint: Some([7; 32]),
         dtype: "f32".into(),
         kernel_set: "portable-v1".into(),
         format: 1,

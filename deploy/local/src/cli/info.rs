@@ -10,7 +10,7 @@ use hypic_model::{Config, ModelInfo, families};
 use hypic_state::DType;
 use serde_json::{Value, json};
 
-use super::{DTypeChoice, parse_dtype};
+use crate::dtype::ComputeDType;
 use crate::source::ModelSource;
 
 /// Lengths of segments for which the size of an entry is told, in tokens.
@@ -22,8 +22,8 @@ pub(super) struct InfoArgs {
     /// Checkpoint directory; its config.json is enough [default: the demo model in the program]
     dir: Option<PathBuf>,
     /// Dtype of K and V: auto is the one that config.json names
-    #[arg(long, value_name = "auto|f32|bf16", default_value = "auto", value_parser = parse_dtype)]
-    dtype: DTypeChoice,
+    #[arg(long, value_name = "auto|f32|bf16", default_value = "auto")]
+    dtype: ComputeDType,
     /// Seam for which sizes of entries are told: leading tokens of a segment that are recomputed
     #[arg(long, allow_negative_numbers = true, value_name = "N", default_value_t = 8)]
     seam: u32,
@@ -36,7 +36,7 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
     let source = ModelSource::new(args.dir);
     let config = source.config()?;
     let spec = families::describe(&config)?;
-    let dtype = args.dtype.0.unwrap_or(if names_bf16(&config)? { DType::Bf16 } else { DType::F32 });
+    let dtype = args.dtype.asked().unwrap_or(if names_bf16(&config)? { DType::Bf16 } else { DType::F32 });
     let info = ModelInfo::of(&spec, dtype);
     let entry_bytes = |tokens: usize| info.entry_bytes(tokens, args.seam as usize);
     // The anchor needs the tokenizer, which a lone config.json lacks.

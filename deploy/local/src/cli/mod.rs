@@ -16,10 +16,10 @@ use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 pub use hypic_cluster::Role;
 use hypic_router::Anchor;
-use hypic_state::DType;
 use tracing_subscriber::EnvFilter;
 
 use crate::assembly::{Local, LocalConfig};
+use crate::dtype::ComputeDType;
 use crate::source::ModelSource;
 pub(crate) use serve::on_signal;
 
@@ -70,8 +70,8 @@ struct ModelArgs {
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Compute dtype: auto is the checkpoint's where the CPU has instructions for it, else f32
-    #[arg(long, value_name = "auto|f32|bf16", default_value = "auto", value_parser = parse_dtype)]
-    dtype: DTypeChoice,
+    #[arg(long, value_name = "auto|f32|bf16", default_value = "auto")]
+    dtype: ComputeDType,
     /// Scatter workers, which share the cores [default: the number of cores, at most 4]
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=MAX_WORKERS))]
@@ -86,18 +86,6 @@ struct ModelArgs {
     /// system message, or nothing
     #[arg(long, value_name = "none|turn|system", default_value = "turn")]
     anchor: Anchor,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct DTypeChoice(Option<DType>);
-
-fn parse_dtype(text: &str) -> Result<DTypeChoice, String> {
-    match text {
-        "auto" => Ok(DTypeChoice(None)),
-        "f32" => Ok(DTypeChoice(Some(DType::F32))),
-        "bf16" => Ok(DTypeChoice(Some(DType::Bf16))),
-        other => Err(format!("unknown dtype '{other}': use auto, f32 or bf16")),
-    }
 }
 
 impl ModelArgs {
@@ -116,7 +104,7 @@ impl ModelArgs {
     fn start(&self, with_text: bool) -> Result<Local> {
         let source = ModelSource::new(self.model.clone());
         let mut config = LocalConfig::named(source.name());
-        config.dtype = self.dtype.0;
+        config.dtype = self.dtype;
         config.workers = self.workers.map_or(config.workers, usize::from);
         config.cache_bytes = usize::try_from(self.cache_bytes.as_u64())?;
         config.router.seam = self.seam as usize;

@@ -1,8 +1,8 @@
 //! What operators and probes ask a role: /metrics, /health, /ready and /members, on an address of its own. Owns the
 //! conditions of readiness. Health says only that the process answers; readiness names everything that is missing.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -17,8 +17,8 @@ use tokio_util::sync::CancellationToken;
 /// What is known of the members once the role has joined them.
 pub(super) struct Joined {
     pub membership: Membership,
-    /// Absent where a role dials nobody.
-    pub peers: Option<Peers>,
+    /// Absent before the model is loaded, and where a role dials nobody.
+    pub peers: OnceLock<Peers>,
 }
 
 /// What a role is able to do now.
@@ -82,7 +82,7 @@ impl Readiness {
     }
 
     fn live(&self) -> Arc<[Arc<Peer>]> {
-        let peers = self.joined.get().and_then(|joined| joined.peers.as_ref());
+        let peers = self.joined.get().and_then(|joined| joined.peers.get());
         peers.map_or_else(|| Arc::new([]) as Arc<[Arc<Peer>]>, |peers| peers.live().borrow().clone())
     }
 }

@@ -1,14 +1,13 @@
-//! What roles share: the model that is named, TLS, and joining the members.
+//! What roles share: the model that is named, TLS, joining the members and dialling them.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
 use hypic_cluster::{Caller, Dialer, Expected, MemberRecord, Membership, Peers, Role, Tls, parse_static};
-use hypic_state::DType;
 use tokio_util::sync::CancellationToken;
 
+use super::Process;
 use super::admin::Joined;
-use super::{Process, gauges};
 use crate::config::Config;
 use crate::source::ModelSource;
 
@@ -22,45 +21,37 @@ pub(super) fn name(config: &Config) -> String {
     config.model.name.clone().unwrap_or_else(|| source(config).name())
 }
 
-/// The dtype that is asked for; the settings were checked.
-pub(super) fn dtype(config: &Config) -> Option<DType> {
-    match config.model.dtype.as_str() {
-        "f32" => Some(DType::F32),
-        "bf16" => Some(DType::Bf16),
-        _ => None,
-    }
-}
-
 /// The TLS files, read.
 pub(super) fn tls(config: &Config) -> Result<Option<Tls>> {
     config.tls.files.clone().map(Tls::load).transpose().context("tls.files")
 }
 
-/// Join the members: be listed as `own`, and dial those of the roles `dials` that are as `expected`.
-pub(super) fn join(
-    process: &Process,
-    own: Option<MemberRecord>,
-    dials: Vec<Role>,
-    expected: Expected,
-    tls: Option<Tls>,
-) -> Result<Arc<Joined>> {
+/// Join the members: be listed as `own`.
+pub(super) fn join(process: &Process, own: Option<MemberRecord>) -> Result<Arc<Joined>> {
     let cluster = &process.config.cluster;
     let membership = if cluster.etcd.endpoints.is_empty() {
         Membership::fixed(parse_static(&cluster.members)?)
     } else {
         Membership::etcd(cluster.etcd.clone(), own)?
     };
-    let dialer = Dialer::new(cluster.connection.clone(), tls);
-    let peers = (!dials.is_empty()).then(|| {
-        let caller = Caller { id: process.id.clone(), role: process.role, dials };
-        Peers::start(cluster.peers.clone(), caller, expected, dialer, membership.view())
-    });
-    if let Some(peers) = &peers {
-        tokio::spawn(gauges::count_mismatches(peers.mismatches().clone()));
-    }
-    let joined = Arc::new(Joined { membership, peers });
+    let joined = Arc::new(Joined { membership, peers: OnceLock::new() });
     process.readiness.join(joined.clone());
     Ok(joined)
+}
+
+/// Dial the members of the roles `dials` that are as `expected`. A role dials once.
+pub(super) fn dial<'a>(
+    process: &Process,
+    joined: &'a Joined,
+    dials: Vec<Role>,
+    expected: Expected,
+    tls: Option<Tls>,
+) -> &'a Peers {
+    let cluster = &process.config.cluster;
+    let dialer = Dialer::new(cluster.connection.clone(), tls);
+    let caller = Caller { id: process.id.clone(), role: process.role, dials };
+    let view = joined.membership.view();
+    joined.peers.get_or_init(|| Peers::start(cluster.peers.clone(), caller, expected, dialer, view))
 }
 
 /// Do slow work that ends early at a signal: it is left behind then.

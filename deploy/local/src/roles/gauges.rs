@@ -1,24 +1,59 @@
 //! What a role's process exports of its state: gauges, each of which reads the truth when it is asked for, for as long as
-//! its guard lives; and counts that others keep, carried over from time to time.
+//! its guard lives; and counts that others keep. What is under way is zero when nobody asks: what is not was leaked.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use hypic_cache::Store;
+use hypic_cache::{Stats, Store};
 use hypic_cluster::{Field, Mismatches, Peer, Peers, Role};
 use hypic_combiner::{Combiner, CombinerLoad, PrefixState};
 use hypic_kernels::Cpu;
-use hypic_telemetry::{EvictionReason, MemberRole, MismatchField, Observation, SequenceState, metrics, names, observe};
+use hypic_scatter_worker::Worker;
+use hypic_telemetry::{
+    EvictionReason, JobState, MemberRole, MismatchField, Observation, Open, SequenceState, names, observe,
+};
 use hypic_transport::Exchange;
-use tokio::time::sleep;
 
 /// Of the entries and prefix states.
 pub(super) fn of_store(store: &Store<Cpu, PrefixState<Cpu>>) -> Vec<Observation> {
-    let (bytes, entries) = (store.clone(), store.clone());
+    let of = |metric, read: fn(Stats) -> usize| {
+        let store = store.clone();
+        observe(metric, &[], move || read(store.stats()) as u64)
+    };
+    let evicted = |reason: EvictionReason, read: fn(Stats) -> u64| {
+        let store = store.clone();
+        observe(&names::EVICTIONS, &[reason.into()], move || read(store.stats()))
+    };
     vec![
-        observe(&names::CACHE_BYTES, &[], move || bytes.stats().bytes as u64),
-        observe(&names::CACHE_ENTRIES, &[], move || entries.stats().entries as u64),
+        of(&names::CACHE_BYTES, |stats| stats.bytes),
+        of(&names::CACHE_ENTRIES, |stats| stats.entries),
+        of(&names::CACHE_PINNED, |stats| stats.pinned_bytes),
+        of(&names::CACHE_FLIGHTS, |stats| stats.flights),
+        evicted(EvictionReason::Capacity, |stats| stats.evicted_entries),
+        evicted(EvictionReason::Prefix, |stats| stats.evicted_prefix_states),
+        evicted(EvictionReason::Boundary, |stats| stats.thinned_boundaries),
     ]
+}
+
+/// Of the prefills of a worker, or of a combiner's last resort.
+pub(super) fn of_worker(worker: &Arc<Worker<Cpu, PrefixState<Cpu>>>) -> Vec<Observation> {
+    let (waiting, computing, tokens) = (worker.clone(), worker.clone(), worker.clone());
+    vec![
+        observe(&names::JOBS, &[JobState::Waiting.into()], move || waiting.jobs().0),
+        observe(&names::JOBS, &[JobState::Computing.into()], move || computing.jobs().1),
+        observe(&names::JOB_TOKENS, &[], move || tokens.backlog_tokens()),
+    ]
+}
+
+/// Of the calls that a role serves.
+pub(super) fn of_calls(calls: &Open) -> Observation {
+    let calls = calls.clone();
+    observe(&names::CALLS, &[], move || calls.count())
+}
+
+/// Of the transfers that a worker sends.
+pub(super) fn of_deliveries(deliveries: &Open) -> Observation {
+    let deliveries = deliveries.clone();
+    observe(&names::DELIVERIES, &[], move || deliveries.count())
 }
 
 /// Of the transfers to a combiner.
@@ -33,8 +68,9 @@ pub(super) fn of_combiner(combiner: &Arc<Combiner<Cpu>>) -> Vec<Observation> {
         let combiner = combiner.clone();
         observe(&names::SEQUENCES, &[state.into()], move || read(combiner.load()) as u64)
     };
-    let waiting = combiner.clone();
+    let (waiting, bytes) = (combiner.clone(), combiner.clone());
     vec![
+        observe(&names::SEQUENCE_BYTES, &[], move || bytes.load().state_bytes as u64),
         observe(&names::WAITING, &[], move || waiting.load().waiting as u64),
         of(SequenceState::Waiting, |load| load.waiting),
         of(SequenceState::Prefilling, |load| load.prefilling),
@@ -52,41 +88,13 @@ pub(super) fn of_members(peers: &Peers) -> Vec<Observation> {
     vec![of_role(Role::ScatterWorker, MemberRole::ScatterWorker), of_role(Role::Combiner, MemberRole::Combiner)]
 }
 
-/// Between two looks at counts that others keep.
-const LOOK: Duration = Duration::from_millis(100);
-
-/// Export what goes from a store, until the process ends.
-pub(super) async fn count_evictions(store: Store<Cpu, PrefixState<Cpu>>) {
-    let mut before = store.stats();
-    loop {
-        sleep(LOOK).await;
-        let now = store.stats();
-        for (reason, count) in [
-            (EvictionReason::Capacity, now.evicted_entries - before.evicted_entries),
-            (EvictionReason::Prefix, now.evicted_prefix_states - before.evicted_prefix_states),
-            (EvictionReason::Boundary, now.thinned_boundaries - before.thinned_boundaries),
-        ] {
-            if count > 0 {
-                metrics().evictions(reason, count);
-            }
-        }
-        before = now;
-    }
-}
-
-/// Export which members did not fit, until the process ends.
-pub(super) async fn count_mismatches(mismatches: Arc<Mismatches>) {
-    let mut before = [0; Field::ALL.len()];
-    loop {
-        for (field, told) in Field::ALL.into_iter().zip(&mut before) {
-            let now = mismatches.get(field);
-            for _ in *told..now {
-                metrics().mismatch(label(field));
-            }
-            *told = now;
-        }
-        sleep(LOOK).await;
-    }
+/// Of the members that did not fit.
+pub(super) fn of_mismatches(mismatches: &Arc<Mismatches>) -> Vec<Observation> {
+    let of_field = |field: Field| {
+        let mismatches = mismatches.clone();
+        observe(&names::MISMATCHES, &[label(field).into()], move || mismatches.get(field))
+    };
+    Field::ALL.into_iter().map(of_field).collect()
 }
 
 fn label(field: Field) -> MismatchField {

@@ -3,11 +3,14 @@
 //! within the grace, and ends; a second signal ends it at once.
 
 mod admin;
+mod combiner;
 mod common;
 mod compute;
 mod gauges;
+mod late;
 mod remote;
 mod router;
+mod worker;
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -55,7 +58,8 @@ async fn live(role: Role, id: MemberId, config: Config, json: bool, metrics: axu
     if role == Role::Router {
         let api_keys = process.config.router.api_key_file.as_deref().map(ApiKeys::from_file).transpose()?;
         let (http, grpc) = (process.config.listen.http, Some(process.config.listen.grpc));
-        let front = bind(FrontConfig { http, grpc, api_keys, ..FrontConfig::default() }).await?;
+        let limits = process.config.front.clone();
+        let front = bind(FrontConfig { http, grpc, api_keys, limits }).await?;
         let address = front.grpc_address().context("gRPC is not bound")?;
         teller.hello(address.to_string(), Some(front.http_address()))?;
         tokio::spawn(teller.watch(process.readiness.clone()));

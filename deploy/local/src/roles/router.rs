@@ -9,10 +9,10 @@ use anyhow::{Context, Result};
 use hypic_cluster::{Expected, MemberRecord, Peer, Protocols, Role};
 use hypic_kernels::Cpu;
 use hypic_model::families::describe;
-use hypic_router::{Fleet, Front, Router, RouterConfig, Served, View};
+use hypic_router::{Fleet, Front, Router, Served, View};
 use hypic_state::codec::FORMAT_VERSION;
 use hypic_text::TextPipeline;
-use hypic_transport::grpc::{Holdings, RemoteCombine, RemoteScatter, follow};
+use hypic_transport::grpc::{RemoteCombine, RemoteScatter, follow};
 use hypic_transport::{Combine, Scatter};
 use tokio::sync::watch;
 
@@ -40,7 +40,7 @@ pub(super) async fn run(process: Process, front: Front) -> Result<()> {
         id: process.id.clone(),
         role: Role::Router,
         addresses: front.grpc_address().map(|address| address.to_string()).into_iter().collect(),
-        fingerprint: expected.fingerprint,
+        fingerprint: Some(expected.fingerprint),
         dtype: expected.dtype.clone(),
         kernel_set: process.config.model.kernel_set.clone().unwrap_or_default(),
         format: expected.format,
@@ -49,25 +49,19 @@ pub(super) async fn run(process: Process, front: Front) -> Result<()> {
         prefix_token_bytes: 0,
         prefix_budget_bytes: 0,
     };
-    let joined = common::join(&process, Some(own), vec![Role::ScatterWorker, Role::Combiner], expected, tls)?;
+    let joined = common::join(&process, Some(own))?;
+    let peers = common::dial(&process, &joined, vec![Role::ScatterWorker, Role::Combiner], expected, tls);
     let fleet = Arc::new(Fleet::new(View::default()));
-    let live = joined.peers.as_ref().context("a router dials members")?.live();
-    let _gauges = gauges::of_members(joined.peers.as_ref().context("a router dials members")?);
-    let following = tokio::spawn(keep(live, fleet.clone(), process.id.to_string()));
-    let section = &process.config.router;
-    let settings = RouterConfig {
-        seam: section.seam,
-        anchor: section.anchor,
-        memo_bytes: usize::try_from(section.memo.as_u64())?,
-        ..RouterConfig::default()
-    };
-    let router = Arc::new(Router::new(settings, served, text, fleet));
+    let live = peers.live();
+    let _gauges = [gauges::of_members(peers), gauges::of_mismatches(peers.mismatches())];
+    let following = tokio::spawn(keep(live, joined.membership.view(), fleet.clone(), process.id.to_string()));
+    let router = Arc::new(Router::new(process.config.router.config(), served, text, fleet));
     process.readiness.loaded();
     let leaving = process.shutdown.clone();
+    let joined_still = joined.clone();
     let left = tokio::spawn(async move {
         leaving.cancelled().await;
-        joined.membership.leave().await;
-        joined
+        joined_still.membership.leave().await;
     });
     front.serve(router, process.shutdown.clone(), process.config.shutdown.grace).await;
     left.await.context("leaving the members broke off")?;
@@ -81,7 +75,7 @@ fn load(config: &Config) -> Result<(Served, Option<Arc<TextPipeline>>)> {
     let checkpoint = source.checkpoint()?;
     let spec = describe(checkpoint.config())?;
     check_tokenizer(text.as_deref(), &spec)?;
-    let dtype = compute_dtype(&Cpu::new(1), &checkpoint, common::dtype(config))?;
+    let dtype = compute_dtype(&Cpu::new(1), &checkpoint, config.model.dtype);
     let fingerprint = match config.fingerprint()? {
         Some(fingerprint) => fingerprint,
         None => checkpoint.fingerprint()?,
@@ -98,14 +92,19 @@ enum Part {
 }
 
 /// Keep the fleet as the members are.
-async fn keep(mut live: watch::Receiver<Arc<[Arc<Peer>]>>, fleet: Arc<Fleet>, own: String) {
+async fn keep(
+    mut live: watch::Receiver<Arc<[Arc<Peer>]>>,
+    mut listed: watch::Receiver<hypic_cluster::View>,
+    fleet: Arc<Fleet>,
+    own: String,
+) {
     let mut known: HashMap<String, (Arc<Peer>, Part)> = HashMap::new();
     loop {
         let peers = live.borrow_and_update().clone();
         known.retain(|_, (peer, _)| peers.iter().any(|p| Arc::ptr_eq(p, peer)));
         let mut view = View::default();
-        for peer in peers.iter() {
-            let new = || (peer.clone(), part(peer, &own));
+        for peer in peers.iter().filter(|peer| peer.is_loaded()) {
+            let new = || (peer.clone(), part(peer, &fleet, &own));
             let (_, part) = known.entry(peer.id().to_string()).or_insert_with(new);
             match part.clone() {
                 Part::Scatter(scatter) => view.scatter.push(scatter),
@@ -113,15 +112,21 @@ async fn keep(mut live: watch::Receiver<Arc<[Arc<Peer>]>>, fleet: Arc<Fleet>, ow
             }
         }
         fleet.set(view);
-        if live.changed().await.is_err() {
-            return;
+        let targets = listed.borrow_and_update().clone();
+        let combiners = targets.iter().filter(|target| target.role == Role::Combiner);
+        let ids = combiners.map(|target| target.record.as_ref().map(|record| record.id.to_string()));
+        fleet.set_listed_combiners(Some(ids.collect()));
+        tokio::select! {
+            changed = live.changed() => if changed.is_err() { return },
+            // A fixed list never changes.
+            Ok(()) = listed.changed() => {}
         }
     }
 }
 
 /// Follow a new member's directory. That ends when the member is down.
-fn part(peer: &Arc<Peer>, own: &str) -> Part {
-    let (remote, holdings) = (Arc::new(Member(peer.clone())), Arc::new(Holdings::default()));
+fn part(peer: &Arc<Peer>, fleet: &Fleet, own: &str) -> Part {
+    let (remote, holdings) = (Arc::new(Member(peer.clone())), fleet.index().member(peer.id().as_str()));
     tokio::spawn(follow(remote.clone(), own.to_string(), holdings.clone(), FOLLOW_PAUSE));
     if peer.record().role == Role::Combiner {
         return Part::Combine(Arc::new(RemoteCombine::new(remote, holdings)));

@@ -21,6 +21,9 @@ use tokio::time::{Instant, timeout_at};
 use events::Teller;
 use process::{Change, Order, Process};
 
+/// Of the grace, what is not for running work but for telling clients that it is over and for hanging up.
+const HANG_UP: Duration = Duration::from_millis(1500);
+
 /// What `up` starts.
 #[derive(Clone, Debug)]
 pub struct UpConfig {
@@ -130,6 +133,8 @@ impl Up {
 
     fn start(&mut self, role: Role, index: usize, threads: usize, membership: &[OsString]) -> Result<()> {
         let mut args: Vec<OsString> = vec![role.as_str().into(), "--json".into()];
+        let own = self.config.grace.saturating_sub(HANG_UP);
+        args.extend(["--set".into(), format!("shutdown.grace={}ms", own.as_millis()).into()]);
         let free = "127.0.0.1:0";
         let first = role == Role::Router && index == 0;
         let listen = if first { self.config.listen.to_string() } else { free.to_string() };
