@@ -7,6 +7,7 @@ pub mod doubles;
 pub mod drive;
 pub mod golden;
 pub mod remote;
+pub mod tap;
 pub mod tolerance;
 
 use std::path::PathBuf;

@@ -10,10 +10,10 @@ use hypic_cache::{Store, StoreConfig};
 use hypic_combiner::{Combiner, CombinerConfig, PrefixState};
 use hypic_kernels::Cpu;
 use hypic_model::Model;
-use hypic_router::{Fleet, Router, RouterConfig, View};
+use hypic_router::{FaultConfig, Fleet, Router, RouterConfig, View};
 use hypic_scatter_worker::{Interest, Worker, WorkerConfig};
 use hypic_transport::grpc::{
-    CombineService, DirectoryService, GrpcConfig, GrpcTransport, Holdings, Receiver, Remote, RemoteCombine,
+    CombineService, DirectoryService, GrpcConfig, GrpcTransport, Holdings, Index, Receiver, Remote, RemoteCombine,
     RemoteScatter, ScatterService, Served, follow,
 };
 use hypic_transport::{Combine, CombineLoad, Exchange, Scatter, Transport};
@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint, Server};
 
 use crate::cluster::{TestStore, demo_model, key_space, served};
+use crate::tap::{Held, Hold, Tap};
 
 /// A member behind a connection, whose end tests decide.
 pub struct Behind {
@@ -90,34 +91,110 @@ pub struct Remotes {
     pub workers: Vec<Node>,
     /// The combiners.
     pub combiners: Vec<Node>,
+    /// What stands in front of each combiner for the workers.
+    pub taps: Vec<Tap>,
     /// The model.
     pub model: Model<Cpu>,
+}
+
+/// Settings of a router that takes nobody for slow or late: what fails is tried again, and nothing else.
+pub fn patient() -> RouterConfig {
+    let long = Duration::from_secs(3600);
+    let faults = FaultConfig { hedge: false, late_floor: long, late_floor_unmeasured: long, ..FaultConfig::default() };
+    RouterConfig { faults, ..RouterConfig::default() }
+}
+
+/// What roles are started with.
+#[derive(Clone)]
+pub struct RemoteSetup {
+    /// Scatter workers.
+    pub workers: usize,
+    /// Combiners.
+    pub combiners: usize,
+    /// Settings of the router.
+    pub router: RouterConfig,
+    /// Rows of a worker's pass at most.
+    pub worker_rows: usize,
+    /// Settings of the workers' transport.
+    pub sender: GrpcConfig,
+    /// Where the workers are held; open: nowhere.
+    pub hold: Arc<Hold>,
+}
+
+impl Default for RemoteSetup {
+    fn default() -> Self {
+        let hold = Arc::new(Hold::default());
+        hold.open();
+        RemoteSetup {
+            workers: 2,
+            combiners: 1,
+            router: RouterConfig::default(),
+            worker_rows: 1024,
+            sender: GrpcConfig { chunk_bytes: 4096, ..GrpcConfig::default() },
+            hold,
+        }
+    }
 }
 
 const CACHE: usize = 256 << 20;
 
 impl Remotes {
     /// So many of each role, of the demo model in float32.
-    pub async fn start(workers: usize, combiners: usize, config: RouterConfig) -> Self {
+    pub async fn start(workers: usize, combiners: usize, router: RouterConfig) -> Self {
+        Self::with(RemoteSetup { workers, combiners, router, ..RemoteSetup::default() }).await
+    }
+
+    /// Roles of the demo model in float32.
+    pub async fn with(setup: RemoteSetup) -> Self {
         let model = demo_model(&Cpu::new(1));
         let mut view = View { scatter: Vec::new(), combiners: Vec::new() };
         let mut combiner_nodes = Vec::new();
-        for i in 0..combiners {
+        let (mut taps, mut known) = (Vec::new(), Vec::new());
+        for i in 0..setup.combiners {
             let node = combiner(format!("combiner-{i}"), &model).await;
             view.combiners.push(Arc::new(RemoteCombine::new(node.behind.clone(), node.holdings.clone())));
+            let (tap, channel) = Tap::start(node.behind.channel.clone()).await;
+            known.push((node.behind.id.clone(), channel));
+            taps.push(tap);
             combiner_nodes.push(node);
         }
-        let known: Vec<(String, Channel)> =
-            combiner_nodes.iter().map(|n| (n.behind.id.clone(), n.behind.channel.clone())).collect();
         let mut worker_nodes = Vec::new();
-        for i in 0..workers {
-            let node = worker(format!("worker-{i}"), &model, known.clone()).await;
+        for i in 0..setup.workers {
+            let node = worker(format!("worker-{i}"), &model, known.clone(), &setup).await;
             view.scatter.push(Arc::new(RemoteScatter::new(node.behind.clone(), node.holdings.clone())));
             worker_nodes.push(node);
         }
         let text = ModelSource::Demo.text().expect("a good tokenizer");
-        let router = Router::new(config, served(&model), text, Arc::new(Fleet::new(view)));
-        Remotes { router, workers: worker_nodes, combiners: combiner_nodes, model }
+        let router = Router::new(setup.router, served(&model), text, Arc::new(Fleet::new(view)));
+        Remotes { router, workers: worker_nodes, combiners: combiner_nodes, taps, model }
+    }
+
+    /// Another router in front of the same roles, which looks up what they hold in one index, as a router process does;
+    /// and that index, filled.
+    pub async fn second_router(&self, config: RouterConfig) -> (Router, Arc<Index>) {
+        let fleet = Arc::new(Fleet::new(View::default()));
+        let mut view = View::default();
+        let mut copies = Vec::new();
+        for (i, node) in self.workers.iter().chain(&self.combiners).enumerate() {
+            let holdings = fleet.index().member(&node.behind.id);
+            let (remote, pause) = (node.behind.clone(), Duration::from_millis(20));
+            tokio::spawn(follow(remote.clone(), "second-router".to_string(), holdings.clone(), pause));
+            copies.push((holdings.clone(), node.store.clone()));
+            if i < self.workers.len() {
+                view.scatter.push(Arc::new(RemoteScatter::new(remote, holdings)));
+            } else {
+                view.combiners.push(Arc::new(RemoteCombine::new(remote, holdings)));
+            }
+        }
+        fleet.set(view);
+        let patience = tokio::time::Instant::now() + Duration::from_secs(20);
+        while copies.iter().any(|(holdings, store)| holdings.entries() != store.stats().entries) {
+            assert!(tokio::time::Instant::now() < patience, "the directory does not follow");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let text = ModelSource::Demo.text().expect("a good tokenizer");
+        let index = fleet.index().clone();
+        (Router::new(config, served(&self.model), text, fleet), index)
     }
 
     /// Waits until the router's copies of what members hold are true.
@@ -153,14 +230,13 @@ fn grpc_served(model: &Model<Cpu>) -> Served {
     Served { space: key_space(model), vocab: model.spec().vocab }
 }
 
-async fn worker(id: String, model: &Model<Cpu>, known: Vec<(String, Channel)>) -> Node {
+async fn worker(id: String, model: &Model<Cpu>, known: Vec<(String, Channel)>, setup: &RemoteSetup) -> Node {
     let store: TestStore = Store::new(StoreConfig { capacity_bytes: CACHE });
     let resolve = move |id: &str| known.iter().find(|(known, _)| known == id).map(|(_, channel)| channel.clone());
-    let config = GrpcConfig { chunk_bytes: 4096, ..GrpcConfig::default() };
     let served = grpc_served(model);
-    let transport: Arc<dyn Transport<Cpu>> =
-        Arc::new(GrpcTransport::new(config, Cpu::new(1), model.layout().clone(), served, Arc::new(resolve)));
-    let settings = WorkerConfig::named(id.clone());
+    let inner = GrpcTransport::new(setup.sender, Cpu::new(1), model.layout().clone(), served, Arc::new(resolve));
+    let transport: Arc<dyn Transport<Cpu>> = Arc::new(Held { inner, hold: setup.hold.clone() });
+    let settings = WorkerConfig { chunk_rows: setup.worker_rows, ..WorkerConfig::named(id.clone()) };
     let worker = Worker::start(settings, Cpu::new(1), model.clone(), store.clone(), transport, Interest::default());
     let scatter: Arc<dyn Scatter> = Arc::new(worker.expect("a thread"));
     let server = Server::builder()

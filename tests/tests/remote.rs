@@ -7,11 +7,12 @@ use hypic_proto::v1;
 use hypic_proto::v1::combine_client::CombineClient;
 use hypic_proto::v1::transfer_message::Message;
 use hypic_router::{Engine, Event, Request, RouterConfig, SegmentSource};
+use hypic_state::LayerKind;
 use hypic_state::codec::{FORMAT_VERSION, encode};
 use hypic_tests::Random;
 use hypic_tests::ask::{ask, same_answer, tokens};
 use hypic_tests::cluster::{Cluster, Setup, entry_bytes, key_space};
-use hypic_tests::remote::Remotes;
+use hypic_tests::remote::{Remotes, patient};
 use tonic::Code;
 
 const VOCAB: usize = 1746;
@@ -41,14 +42,15 @@ async fn want(request: &Request) -> hypic_tests::ask::Choice {
 async fn entries_and_answers_are_those_of_one_process() {
     let local = Cluster::start(Setup::default());
     let want = ask(&local.router, request(1)).await.expect("an answer").choices.remove(0);
-    for workers in [1, 2, 4] {
-        let remotes = Remotes::start(workers, 1, RouterConfig::default()).await;
+    for workers in [1, 2, 8] {
+        let remotes = Remotes::start(workers, 1, patient()).await;
         let cold = ask(&remotes.router, request(1)).await.expect("an answer");
         same_answer(&format!("{workers} workers, cold"), cold.ids(), &want);
         for told in &cold.report.segments {
             assert_eq!(told.source, SegmentSource::Computed);
             assert!(told.worker.as_ref().is_some_and(|w| w.starts_with("worker-")), "{told:?}");
         }
+        remotes.settle().await;
         let backend = Cpu::new(1);
         for (i, segment) in segments(1).iter().enumerate() {
             let anchor: &[u32] = if i == 0 { &[] } else { &ANCHOR };
@@ -61,7 +63,6 @@ async fn entries_and_answers_are_those_of_one_process() {
             assert_eq!(held.len(), 1, "computed once");
             assert!(held[0] == expected, "segment {i} at its worker");
         }
-        remotes.settle().await;
         remotes.directory_settled().await;
 
         let mut other = request(1);
@@ -175,7 +176,10 @@ async fn bad_transfers_are_refused_and_leave_nothing() {
         transfer: Some(transfer),
         key: identity.key.clone(),
         layer: layer as u32,
-        kind: 1,
+        kind: match remotes.model.layout()[layer] {
+            LayerKind::Recurrent => v1::PartKind::Recurrent as i32,
+            LayerKind::Attention => v1::PartKind::Attention as i32,
+        },
         token_begin: 8,
         token_end: fresh.len() as u32,
         offset: 0,
@@ -212,6 +216,9 @@ async fn bad_transfers_are_refused_and_leave_nothing() {
                 c.data = data.into();
             }),
         ),
+        ("of another kind", Code::DataLoss, edit(1, |c| c.kind = 2)),
+        ("beyond the body", Code::DataLoss, edit(4, |c| c.token_end += 1)),
+        ("fewer tokens than it says", Code::DataLoss, edit(4, |c| c.token_begin += 1)),
         ("another entry", Code::InvalidArgument, edit(1, |c| c.key = vec![0; 32].into())),
         ("beyond its part", Code::DataLoss, edit(1, |c| c.part_bytes = 10)),
         (

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::metrics::settled;
+use crate::metrics::assert_idle;
 use crate::process::{Process, Signal, alive, children, command, signal};
 use crate::program::executable;
 
@@ -29,6 +29,10 @@ pub struct Options {
     pub arguments: Vec<String>,
     /// Further variables of the environment.
     pub environment: Vec<(String, String)>,
+    /// Of [`Roles`](crate::Roles): hosts of the workers, which then all have one port; the others are at 127.0.0.1.
+    pub hosts: Vec<String>,
+    /// Of [`Roles`](crate::Roles): HOST:PORT of the etcd that knows the members, and no proxies then.
+    pub endpoint: Option<String>,
 }
 
 impl Default for Options {
@@ -41,6 +45,8 @@ impl Default for Options {
             cache: None,
             arguments: Vec::new(),
             environment: Vec::new(),
+            hosts: Vec::new(),
+            endpoint: None,
         }
     }
 }
@@ -85,10 +91,9 @@ impl Member {
         format!("http://{}", self.http)
     }
 
-    /// Names and metrics addresses of those that are alive and not in `without`.
-    pub(crate) fn exporting<'a>(members: impl Iterator<Item = &'a Member>, without: &[u32]) -> Vec<(String, String)> {
-        let there = members.filter(|member| alive(member.pid) && !without.contains(&member.pid));
-        there.map(|member| (format!("{} {}", member.role, member.id), member.metrics.clone())).collect()
+    /// Those that are alive and not in `without`.
+    pub(crate) fn living<'a>(members: impl Iterator<Item = &'a Member>, without: &[u32]) -> Vec<Member> {
+        members.filter(|member| alive(member.pid) && !without.contains(&member.pid)).cloned().collect()
     }
 }
 
@@ -169,7 +174,7 @@ impl Cluster {
     ///
     /// # Panics
     /// If they still have after `limit`.
-    pub async fn settled(&self, limit: Duration, without: &[u32]) {
-        settled(&Member::exporting(self.members.iter(), without), limit).await;
+    pub async fn assert_idle(&self, limit: Duration, without: &[u32]) {
+        assert_idle(&Member::living(self.members.iter(), without), limit).await;
     }
 }

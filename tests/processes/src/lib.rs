@@ -8,6 +8,7 @@
 
 mod answer;
 mod cluster;
+mod etcd;
 mod metrics;
 mod process;
 mod program;
@@ -17,7 +18,8 @@ mod roles;
 
 pub use answer::{Answer, Failure, Streaming, ask, open};
 pub use cluster::{Cluster, Member, Options};
-pub use metrics::{Samples, scrape, settled};
+pub use etcd::Etcd;
+pub use metrics::{Samples, assert_idle, members, scrape, status};
 pub use process::{Process, Signal, alive, children, signal};
 pub use program::{demo_model, executable, model_with_another_tensor, until};
 pub use proxy::{Direction, Fault, Proxy};

@@ -49,13 +49,22 @@ pub fn model_with_another_tensor(folder: &Path) -> PathBuf {
 }
 
 /// Wait until `found` gives something, and panic with `what` if it does not within `limit`.
-pub async fn until<T>(limit: Duration, what: &str, mut found: impl AsyncFnMut() -> Option<T>) -> T {
+pub async fn until<T>(limit: Duration, what: &str, found: impl AsyncFnMut() -> Option<T>) -> T {
+    until_told(limit, || what.to_string(), found).await
+}
+
+/// As [`until`], with something that is known only in the end.
+pub(crate) async fn until_told<T>(
+    limit: Duration,
+    what: impl Fn() -> String,
+    mut found: impl AsyncFnMut() -> Option<T>,
+) -> T {
     let began = Instant::now();
     loop {
         if let Some(value) = found().await {
             return value;
         }
-        assert!(began.elapsed() < limit, "not within {limit:?}: {what}");
+        assert!(began.elapsed() < limit, "not within {limit:?}: {}", what());
         tokio::time::sleep(POLL).await;
     }
 }

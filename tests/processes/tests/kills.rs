@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hypic_process_tests::{
-    Answer, Cluster, Failure, Member, Options, Request, Signal, Streaming, ask, open, scrape, settled, until,
+    Answer, Cluster, Failure, Member, Options, Request, Signal, Streaming, ask, assert_idle, open, scrape, until,
 };
 
 const SETTLE: Duration = Duration::from_secs(5);
@@ -52,7 +52,7 @@ async fn workers_that_die_or_hang_cost_time_only() {
         // Before dispatch: it is gone, or nobody knows yet.
         let before = ask(&base, &Request::first()).await.expect("an answer");
         assert!(before.text.contains("Felton"), "{before:?}");
-        cluster.settled(SETTLE, &[first.pid]).await;
+        cluster.assert_idle(SETTLE, &[first.pid]).await;
         // None at all: the combiner computes.
         cluster.signal(cluster.member("scatter-worker", 1), with);
         let alone = Request::random(12, &[300, 80, 8], 16);
@@ -60,7 +60,7 @@ async fn workers_that_die_or_hang_cost_time_only() {
         let combiner = &cluster.member("combiner", 0).id;
         assert!(by_combiner.workers().iter().all(|id| id == combiner), "{}", by_combiner.hypic);
         let stopped = [first.pid, cluster.member("scatter-worker", 1).pid];
-        cluster.settled(SETTLE, &stopped).await;
+        cluster.assert_idle(SETTLE, &stopped).await;
 
         let undisturbed = Cluster::start(Options { workers: 1, ..Options::default() }).await;
         for (request, answer) in [(&request, computing), (&alone, by_combiner)] {
@@ -88,9 +88,9 @@ async fn a_combiner_lost_while_decoding_is_not_noticed() {
             cluster.signal(&lost, with);
             let answer = stream.rest().await.expect("one uninterrupted answer");
             assert_eq!((&answer.text, &answer.finish), (&want[i].text, &want[i].finish), "{with:?} of {lost:?}");
-            cluster.settled(SETTLE, &[lost.pid]).await;
+            cluster.assert_idle(SETTLE, &[lost.pid]).await;
             cluster.signal(&lost, Signal::CONT);
-            cluster.settled(SETTLE, &[]).await;
+            cluster.assert_idle(SETTLE, &[]).await;
         }
         if with == Signal::KILL {
             let cluster = Cluster::start(Options { combiners: 2, ..Options::default() }).await;
@@ -99,7 +99,7 @@ async fn a_combiner_lost_while_decoding_is_not_noticed() {
             cluster.signal(&lost, with);
             let answer = stream.rest().await.expect("one uninterrupted answer");
             assert_eq!(answer.text, want[1].text, "sampled, {with:?}");
-            cluster.settled(SETTLE, &[]).await;
+            cluster.assert_idle(SETTLE, &[]).await;
         }
     }
 }
@@ -135,7 +135,7 @@ async fn a_lost_router_disturbs_no_other() {
         until(SETTLE, "the work of a lost router is released", released).await;
         let undisturbed = going_on.rest().await.expect("an answer through the other router");
         assert_eq!(undisturbed.text, want.text, "{with:?}");
-        cluster.settled(SETTLE, &[first.pid]).await;
+        cluster.assert_idle(SETTLE, &[first.pid]).await;
         let after = ask(&second.base(), &Request::first()).await.expect("an answer");
         assert!(after.text.contains("Felton"), "{after:?}");
         drop(lost);
@@ -149,15 +149,14 @@ async fn clients_that_vanish_leave_nothing_behind() {
     let stream = decoding(&cluster.base, &Request::random(51, &[100], 30_000)).await;
     let combiner = busy(&cluster).await;
     drop(stream);
-    let exporting = [(combiner.id.clone(), combiner.metrics.clone())];
-    settled(&exporting, SETTLE).await;
+    assert_idle(&[combiner], SETTLE).await;
     // Scattering and composing, at several moments.
     for (i, wait) in [0, 5, 20, 60, 150, 400].into_iter().enumerate() {
         let request = Request::random(52 + i as u64, &[1500, 1500, 1500], 2000);
         let asking = open(&cluster.base, &request);
         let _ = tokio::time::timeout(Duration::from_millis(wait), asking).await;
     }
-    cluster.settled(SETTLE, &[]).await;
+    cluster.assert_idle(SETTLE, &[]).await;
     let after = ask(&cluster.base, &Request::first()).await.expect("an answer");
     assert!(after.text.contains("Felton"), "{after:?}");
 }

@@ -74,7 +74,7 @@ async fn parts_that_are_damaged_late_or_lost_are_made_again() {
         }
         answers.push((request, answer, format!("{fault:?}")));
         parts.set(Direction::Forth, Fault::None);
-        roles.settled(SETTLE, &[]).await;
+        roles.assert_idle(SETTLE, &[]).await;
     }
     compare(answers).await;
 }
@@ -95,9 +95,9 @@ async fn a_worker_lost_while_its_parts_are_held() {
         parts.set(Direction::Forth, Fault::None);
         let answer = answer.await.expect("no panic").expect("an answer");
         answers.push((request, answer, format!("{with:?}")));
-        roles.settled(SETTLE, &[lost.pid]).await;
+        roles.assert_idle(SETTLE, &[lost.pid]).await;
         roles.signal(lost, Signal::CONT);
-        roles.settled(SETTLE, &[]).await;
+        roles.assert_idle(SETTLE, &[]).await;
     }
     compare(answers).await;
 }
@@ -122,9 +122,9 @@ async fn a_combiner_lost_while_it_waits_for_parts() {
         }
         let answer = answer.await.expect("no panic").expect("an answer of the other combiner");
         answers.push((request, answer, format!("{with:?}")));
-        roles.settled(SETTLE, &[lost.pid]).await;
+        roles.assert_idle(SETTLE, &[lost.pid]).await;
         roles.signal(lost, Signal::CONT);
-        roles.settled(SETTLE, &[]).await;
+        roles.assert_idle(SETTLE, &[]).await;
     }
     compare(answers).await;
 }
@@ -146,7 +146,7 @@ async fn members_behind_a_silent_network() {
                 answers.push((request, answer, format!("{i} {direction:?}")));
             }
             proxy.set(direction, Fault::None);
-            roles.settled(NOTICED + SETTLE, &[]).await;
+            roles.assert_idle(NOTICED + SETTLE, &[]).await;
         }
     }
     compare(answers).await;

@@ -1,0 +1,138 @@
+//! A real etcd of its own, found on PATH, and what is done to it. What can go wrong: there is none on PATH, or another
+//! program takes a port between its choice and its use; both fail the test.
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use etcd_client::{Client, CompactionOptions, ConnectOptions, GetOptions, KeyValue, Permission};
+use tempfile::TempDir;
+
+use crate::process::{Signal, signal};
+use crate::program::until;
+
+/// Where members stand in it.
+const PREFIX: &str = "/hypic/members/";
+/// What it gets to answer.
+const START: Duration = Duration::from_secs(20);
+/// What one request of a test may take.
+const REQUEST: Duration = Duration::from_secs(2);
+
+/// A running etcd; killed when dropped.
+pub struct Etcd {
+    child: Child,
+    endpoint: String,
+    user: Option<(String, String)>,
+    _data: TempDir,
+}
+
+impl Etcd {
+    /// Start it, empty.
+    ///
+    /// # Panics
+    /// If it does not answer in time.
+    pub async fn start() -> Etcd {
+        let data = tempfile::tempdir().expect("room on disk");
+        let ports = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").expect("a free port"));
+        let [client, peer] = ports.map(|port| port.local_addr().expect("an address"));
+        let (url, peer_url) = (format!("http://{client}"), format!("http://{peer}"));
+        let child = Command::new("etcd")
+            .args(["--name", "test", "--data-dir"])
+            .arg(data.path())
+            .args(["--listen-client-urls", &url, "--advertise-client-urls", &url, "--listen-peer-urls", &peer_url])
+            .args(["--initial-advertise-peer-urls", &peer_url, "--initial-cluster", &format!("test={peer_url}")])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("no etcd on PATH: install Debian's package etcd-server");
+        let etcd = Etcd { child, endpoint: client.to_string(), user: None, _data: data };
+        until(START, "etcd answers", async || Etcd::connect(&etcd.endpoint, None).await?.get("any", None).await.ok())
+            .await;
+        etcd
+    }
+
+    /// HOST:PORT for clients.
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// Send it a signal.
+    pub fn signal(&self, with: Signal) {
+        signal(self.child.id(), with);
+    }
+
+    async fn connect(endpoint: &str, user: Option<&(String, String)>) -> Option<Client> {
+        let mut options = ConnectOptions::new().with_timeout(REQUEST);
+        if let Some((name, password)) = user {
+            options = options.with_user(name, password);
+        }
+        Client::connect([endpoint], Some(options)).await.ok()
+    }
+
+    async fn client(&self) -> Client {
+        Etcd::connect(&self.endpoint, self.user.as_ref()).await.expect("etcd answers")
+    }
+
+    /// From now on, only `user` may read and write where members stand, and a root of the same password everything.
+    ///
+    /// # Panics
+    /// If it refuses.
+    pub async fn protect(&mut self, user: &str, password: &str) {
+        let mut client = self.client().await;
+        client.user_add("root", password, None).await.expect("adds root");
+        client.role_add("root").await.expect("adds the role of root");
+        client.user_grant_role("root", "root").await.expect("grants it");
+        client.user_add(user, password, None).await.expect("adds a user");
+        client.role_add("member").await.expect("adds a role");
+        let all = Permission::read_write(PREFIX).with_prefix();
+        client.role_grant_permission("member", all).await.expect("grants");
+        client.user_grant_role(user, "member").await.expect("grants");
+        client.auth_enable().await.expect("asks for users");
+        self.user = Some(("root".to_string(), password.to_string()));
+    }
+
+    /// Ids of the members that stand in it, with their leases.
+    ///
+    /// # Panics
+    /// If it does not answer.
+    pub async fn members(&self) -> Vec<(String, i64)> {
+        let found = self.client().await.get(PREFIX, Some(GetOptions::new().with_prefix())).await.expect("etcd answers");
+        let member = |pair: &KeyValue| {
+            let key = String::from_utf8_lossy(pair.key()).into_owned();
+            (key.trim_start_matches(PREFIX).to_string(), pair.lease())
+        };
+        found.kvs().iter().map(member).collect()
+    }
+
+    /// Take a lease away.
+    ///
+    /// # Panics
+    /// If it does not answer.
+    pub async fn revoke(&self, lease: i64) {
+        self.client().await.lease_revoke(lease).await.expect("revokes");
+    }
+
+    /// Write so often, and forget everything before the last time.
+    ///
+    /// # Panics
+    /// If it does not answer.
+    pub async fn write_and_compact(&self, times: usize) {
+        let mut client = self.client().await;
+        let mut revision = 0;
+        for i in 0..times {
+            let key = format!("{PREFIX}nobody");
+            let put = client.put(key.as_str(), format!("no record {i}"), None).await.expect("writes");
+            revision = put.header().expect("a header").revision();
+            client.delete(key.as_str(), None).await.expect("deletes");
+        }
+        client.compact(revision, Some(CompactionOptions::new().with_physical())).await.expect("compacts");
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        self.signal(Signal::CONT);
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
