@@ -4,16 +4,16 @@
 use std::sync::Arc;
 
 use futures::future::join_all;
+use hypic::ComputeDType;
 use hypic::assembly::{Local, LocalConfig};
 use hypic::source::ModelSource;
 use hypic_router::{Mode, Router, SegmentSource};
-use hypic_state::DType;
 use hypic_tests::ask::{Complete, Example, ask, examples, examples_of, in_mode};
 
 const SEAM: u64 = 8;
 
 fn demo() -> Local {
-    let config = LocalConfig { dtype: Some(DType::F32), cache_bytes: 256 << 20, ..LocalConfig::named("demo") };
+    let config = LocalConfig { dtype: ComputeDType::F32, cache_bytes: 256 << 20, ..LocalConfig::named("demo") };
     let checkpoint = ModelSource::Demo.checkpoint().expect("the demo model is in the program");
     let text = ModelSource::Demo.text().expect("so is its tokenizer");
     Local::start(config, &checkpoint, text, &|_| {}).expect("it starts")

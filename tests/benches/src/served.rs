@@ -39,7 +39,8 @@ impl Served {
     /// # Errors
     /// If the model cannot be loaded or the roles not be started.
     pub fn start(subject: &Subject, workers: usize, threads: usize) -> Result<Self> {
-        let config = LocalConfig { dtype: Some(subject.dtype), workers, threads, ..LocalConfig::named(subject.name) };
+        let dtype = subject.dtype.to_string().parse()?;
+        let config = LocalConfig { dtype, workers, threads, ..LocalConfig::named(subject.name) };
         let local = Local::start(config, &subject.checkpoint, None, &|_| {})?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
