@@ -15,9 +15,19 @@
 //! What every caller guarantees: shapes match what the op documents (checked; a mismatch is a bug
 //! and panics), outputs are tensors of the same backend and are resized by the op.
 
+mod attention;
+mod experts;
+mod recurrent;
+mod rows;
+
 use std::ops::Range;
 
-use hypic_state::{ComposeRule, DType, HostKv, HostTensor, RecurrentPart, Storage, Stored, Transition};
+use hypic_state::{DType, HostKv, HostTensor, Storage, Stored, Transition};
+
+pub use attention::{AttentionRows, AttentionShape, KvShape, RopeSpec, Span};
+pub use experts::{Expert, RouteSpec, Score};
+pub use recurrent::{ChannelGate, ConvFold, ConvStep, Decay, Fold, Form, ScanInputs, ScanShape, Step, Turn, Write};
+pub use rows::{Activation, GatedNorm, HeadCols};
 
 /// Rows of a scan chunk and keys of an attention block.
 pub const GRID: usize = 64;
@@ -60,161 +70,6 @@ impl<'a, B: Backend> Cols<'a, B> {
     }
 }
 
-/// One step in the walk of a recurrent layer over one sequence.
-pub enum Step<'a, B: Backend> {
-    /// Fold these rows of the batch into the state.
-    Rows {
-        /// Rows of the batch.
-        rows: Range<usize>,
-        /// Where the operator of the stretch is accumulated, if its rows belong to a body. The first
-        /// step with a carry begins the body; later steps, in later passes too, continue it.
-        carry: Option<&'a mut B::Carry>,
-    },
-    /// Apply an entry.
-    Jump {
-        /// How.
-        rule: ComposeRule,
-        /// The entry's part of this layer.
-        part: &'a RecurrentPart<B>,
-    },
-    /// Copy the state as it is now.
-    Save(&'a mut B::Tensor),
-}
-
-/// The walk of a recurrent layer over one sequence.
-pub struct Fold<'a, B: Backend> {
-    /// `[heads, d_k, d_v]`, updated in place.
-    pub state: &'a mut B::Tensor,
-    /// In order. Rows of different steps are disjoint.
-    pub steps: Vec<Step<'a, B>>,
-}
-
-/// One step in the walk of a causal convolution over one sequence.
-pub enum ConvStep<'a, B: Backend> {
-    /// Convolve these rows of the batch and move the window over them.
-    Rows(Range<usize>),
-    /// Replace the window by an entry's tail `[kernel - 1, channels]`.
-    Jump(&'a B::Tensor),
-    /// Copy the window as it is now.
-    Save(&'a mut B::Tensor),
-}
-
-/// The walk of a causal convolution over one sequence.
-pub struct ConvFold<'a, B: Backend> {
-    /// `[kernel - 1, channels]`: the raw inputs before the first row, oldest first; updated in place.
-    pub window: &'a mut B::Tensor,
-    /// In order.
-    pub steps: Vec<ConvStep<'a, B>>,
-}
-
-/// Dimensions of a gated-delta layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DeltaShape {
-    /// Heads of q and k. Key head `h / (heads / key_heads)` serves value head `h`.
-    pub key_heads: usize,
-    /// Heads of v, of the gates and of the state.
-    pub heads: usize,
-    /// Width of a key head.
-    pub d_k: usize,
-    /// Width of a value head.
-    pub d_v: usize,
-    /// `beta = beta_scale * sigmoid(b)`: 1, or 2 where negative eigenvalues are allowed.
-    pub beta_scale: f32,
-}
-
-impl DeltaShape {
-    /// Columns of `[q | k | v]`.
-    pub fn channels(&self) -> usize {
-        2 * self.key_heads * self.d_k + self.heads * self.d_v
-    }
-}
-
-/// Inputs of a gated-delta scan, a row a token.
-pub struct DeltaInputs<'a, B: Backend> {
-    /// `[rows, q | k | v]` after convolution and silu; q and k before their l2-norm.
-    pub qkv: &'a B::Tensor,
-    /// `[heads]` columns before the sigmoid.
-    pub b: Cols<'a, B>,
-    /// `[heads]` columns before the softplus.
-    pub a: Cols<'a, B>,
-    /// `[heads]`.
-    pub a_log: &'a B::Tensor,
-    /// `[heads]`.
-    pub dt_bias: &'a B::Tensor,
-}
-
-/// Rotary embedding: which dimensions of a head turn, and how fast.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RopeSpec {
-    /// First rotated dimension of a head.
-    pub offset: usize,
-    /// One angular frequency (radians a position) per pair; twice as many dimensions rotate.
-    pub inv_freq: Vec<f64>,
-    /// Pairs are `(2i, 2i + 1)` instead of `(i, i + n)`.
-    pub interleaved: bool,
-    /// Factor on cosine and sine (YaRN's attention factor); 1 otherwise.
-    pub scale: f64,
-}
-
-/// Dimensions of K and V of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvShape {
-    /// Key/value heads.
-    pub heads: usize,
-    /// Width of a key.
-    pub d_k: usize,
-    /// Width of a value.
-    pub d_v: usize,
-    /// Element type of the stored values.
-    pub dtype: DType,
-}
-
-/// K and V that earlier rows left, as rows of one sequence see them.
-pub struct Span<'a, B: Backend> {
-    /// The keys and values.
-    pub kv: &'a B::Kv,
-    /// The tokens of `kv` that are seen.
-    pub range: Range<usize>,
-    /// The position, in the sequence, of what `kv` calls position 0: a row at position p turns its
-    /// query by `p - origin` for this span.
-    pub origin: i64,
-    /// Index, in the sequence's rows, of the first row that sees the span.
-    pub from_row: usize,
-}
-
-/// Attention of the rows of one sequence.
-pub struct AttentionRows<'a, B: Backend> {
-    /// Rows of the batch.
-    pub rows: Range<usize>,
-    /// Position of each row.
-    pub positions: &'a [i64],
-    /// What was there before, wholly visible from its `from_row` on.
-    pub spans: Vec<Span<'a, B>>,
-    /// The sequence's own tokens, the rows of this batch (already appended) last; row i sees all but
-    /// those of the rows behind it. Keys are rotated at their true positions.
-    pub own: &'a B::Kv,
-}
-
-/// Dimensions of an attention layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionShape {
-    /// Query heads; head `h` reads key/value head `h / (heads / kv.heads)`.
-    pub heads: usize,
-    /// Keys and values.
-    pub kv: KvShape,
-    /// Factor on `q . k`.
-    pub scale: f32,
-}
-
-/// Gate activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gate {
-    /// `x * sigmoid(x)`.
-    Silu,
-    /// `1 / (1 + exp(-x))`.
-    Sigmoid,
-}
-
 /// A device and its op set. Cloning gives another handle of the same device.
 pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
     /// Weights of a linear layer in the layout that the device reads best.
@@ -223,6 +78,8 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
     type Rope: Send + Sync + 'static;
     /// The operator of a body while its rows are being folded.
     type Carry: Send + 'static;
+    /// Which rows go to which experts, with what weight. Reused from pass to pass.
+    type Routing: Send + 'static;
 
     /// Name of the kernel set: entries are bit-identical within one (for example `avx512bf16-v1`).
     fn kernel_set(&self) -> String;
@@ -278,8 +135,54 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
     /// `out [rows, f] = silu(x[.., ..f]) * x[.., f..]` for `x [rows, 2 f]`.
     fn silu_mul(&self, x: &Self::Tensor, out: &mut Self::Tensor);
 
-    /// `x [rows, k] *= gate(g)`, `g` being `k` columns.
-    fn gate(&self, x: &mut Self::Tensor, g: Cols<'_, Self>, gate: Gate);
+    /// `x [rows, k] *= activation(g)`, each of `g`'s `k / width` columns serving `width` columns of `x`.
+    fn gate(&self, x: &mut Self::Tensor, g: Cols<'_, Self>, width: usize, activation: Activation);
+
+    /// `x <- activation(x)` in the columns `cols`.
+    fn activate(&self, x: &mut Self::Tensor, cols: Range<usize>, activation: Activation);
+
+    /// `acc <- a acc + b x`, two matrices of one shape. With `a` = 0 `acc` is not read.
+    fn mix(&self, acc: &mut Self::Tensor, a: f32, x: &Self::Tensor, b: f32);
+
+    /// `to[.., at_to.col + h at_to.stride + i] = from[.., at_from.col + h at_from.stride + i]` for `heads` heads of
+    /// `width` columns. The other columns of `to` stay.
+    fn copy_heads(
+        &self,
+        from: &Self::Tensor,
+        at_from: HeadCols,
+        heads: usize,
+        width: usize,
+        to: &mut Self::Tensor,
+        at_to: HeadCols,
+    );
+
+    /// A linear layer per head: columns `at_out` of head h of `out` become `W_h` times columns `at_x` of head h of `x`,
+    /// `ws[h]` being `[n, k]`. The other columns of `out` stay.
+    fn head_linear(
+        &self,
+        ws: &[Self::Linear],
+        x: &Self::Tensor,
+        at_x: HeadCols,
+        out: &mut Self::Tensor,
+        at_out: HeadCols,
+    );
+
+    /// Rotate `heads` heads of `d` columns from `col` on in place, row i of `x` at `positions[i]`.
+    fn rotate(&self, x: &mut Self::Tensor, col: usize, heads: usize, d: usize, positions: &[i64], rope: &Self::Rope);
+
+    // ---- experts
+
+    /// An empty routing.
+    fn routing(&self) -> Self::Routing;
+
+    /// Choose the experts of every row of `logits [rows, experts]`; `bias [experts]` is added to scores for the choice
+    /// alone, not for the weights. Of equal scores the lower index wins; NaN counts as the largest, so that it shows in the
+    /// weights. Panics if `spec` cannot be met (see [`RouteSpec::check`]).
+    fn route(&self, spec: &RouteSpec, logits: &Self::Tensor, bias: Option<&Self::Tensor>, routing: &mut Self::Routing);
+
+    /// `acc [rows, hidden] += sum over the row's experts of weight * down(silu(gate(x)) * up(x))`, in ascending order of
+    /// experts. Rows are grouped, so that the weights of each expert are read once.
+    fn experts(&self, experts: &[Expert<Self>], routing: &Self::Routing, x: &Self::Tensor, acc: &mut Self::Tensor);
 
     // ---- recurrent layers
 
@@ -295,34 +198,32 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
         out: &mut Self::Tensor,
     );
 
-    /// Gated delta rule, chunk-parallel (Yang et al., Gated Delta Networks, 2024). Per token and head, with q and k
-    /// l2-normalised (eps 1e-6 inside the root), q scaled by `d_k^-0.5`, `g = -exp(a_log) softplus(a + dt_bias)`:
-    /// `S <- exp(g) S; S <- S + beta k (v - S^T k)^T; o = S^T q`. `out [rows of qkv, heads * d_v]`, rows in no
-    /// step left unspecified.
-    fn gated_delta(
+    /// The recurrence of a layer, chunk-parallel (Yang et al., Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025;
+    /// Dao and Gu, Mamba2, 2024). Per token and head: the state decays, the token writes, `o = S^T q` is read.
+    /// `out [rows of v, heads * d_v]`, rows in no step left unspecified.
+    fn scan(
         &self,
-        shape: DeltaShape,
-        inputs: DeltaInputs<'_, Self>,
+        shape: ScanShape,
+        inputs: ScanInputs<'_, Self>,
         folds: &mut [Fold<'_, Self>],
         out: &mut Self::Tensor,
     );
 
-    /// A carry for a body of a layer with `heads` states `[d_k, d_v]`.
-    fn carry(&self, heads: usize, d_k: usize, d_v: usize) -> Self::Carry;
+    /// A carry for a body of a layer of this shape whose operators have this form.
+    fn carry(&self, shape: ScanShape, form: Form) -> Self::Carry;
 
-    /// End a body whose last row left the state at `state`: its operator (decayed heads omitted) and zero-start
-    /// state, `state - T state_before_body`.
+    /// End a body whose last row left the state at `state`: its operator (decayed heads of dense ones omitted) and
+    /// zero-start state, `state - T state_before_body`.
     fn finish(&self, carry: Self::Carry, state: &Self::Tensor) -> (Transition<Self::Tensor>, Self::Tensor);
 
-    /// `out = norm(o) * weight * gate(g)`: per head rms-norm of `o [rows, heads * d_v]`, `weight [d_v]`, `g` as
-    /// many columns as `o`.
+    /// `out = norm(o) * weight * activation(g)`, or `norm(o * activation(g)) * weight`; `o [rows, k]`, `weight` one
+    /// group's or all `k` numbers, `g` `k` columns.
     fn gated_norm(
         &self,
+        spec: GatedNorm,
         o: &Self::Tensor,
         weight: &Self::Tensor,
-        eps: f32,
         g: Cols<'_, Self>,
-        gate: Gate,
         out: &mut Self::Tensor,
     );
 
@@ -334,19 +235,20 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
     /// An empty K/V store.
     fn kv(&self, shape: KvShape) -> Self::Kv;
 
-    /// Dimensions of a K/V store.
+    /// Dimensions of a K/V store, as [`KvShape::stored`] gives them.
     fn kv_shape(&self, kv: &Self::Kv) -> KvShape;
 
     /// Tokens in a K/V store.
     fn kv_len(&self, kv: &Self::Kv) -> usize;
 
-    /// Append rows: K (`heads * d_k` columns of `k`, rotated here at `positions`) and V (`heads * d_v` columns of `v`).
+    /// Append rows: K (`heads * d_k` columns of `k`, rotated here at `positions`) and V (`heads * d_v` columns of `v`;
+    /// `None` where values are shared).
     fn kv_append(
         &self,
         kv: &mut Self::Kv,
         rows: Range<usize>,
         k: Cols<'_, Self>,
-        v: Cols<'_, Self>,
+        v: Option<Cols<'_, Self>>,
         positions: &[i64],
         rope: Option<&Self::Rope>,
     );

@@ -7,10 +7,10 @@ use crate::cpu::matmul::GROUP;
 const NORM_EPS: f32 = 1e-6;
 
 /// Lanes of a sum: fixed, so that it has one order on every instruction set.
-const SUM_LANES: usize = 16;
+pub(super) const SUM_LANES: usize = 16;
 
 #[inline(always)]
-fn sum_of_products(x: &[f32], y: &[f32]) -> f32 {
+pub(super) fn sum_of_products(x: &[f32], y: &[f32]) -> f32 {
     let (xs, x_rest) = x.as_chunks::<SUM_LANES>();
     let (ys, y_rest) = y.as_chunks::<SUM_LANES>();
     let mut sums = [0.0; SUM_LANES];
@@ -22,6 +22,11 @@ fn sum_of_products(x: &[f32], y: &[f32]) -> f32 {
     for (lane, (x, y)) in x_rest.iter().zip(y_rest).enumerate() {
         sums[lane] += x * y;
     }
+    lane_sum(sums)
+}
+
+#[inline(always)]
+pub(super) fn lane_sum(mut sums: [f32; SUM_LANES]) -> f32 {
     let mut width = SUM_LANES;
     while width > 1 {
         width /= 2;
@@ -44,6 +49,15 @@ math::per_isa! {
         let factor = scale / (sum_of_products(x, x) + NORM_EPS).sqrt();
         for (to, x) in to.iter_mut().zip(x) {
             *to = x * factor;
+        }
+    }
+}
+
+math::per_isa! {
+    /// `to = scale * x`.
+    pub(super) fn scaled(x: &[f32], scale: f32, to: &mut [f32]) {
+        for (to, x) in to.iter_mut().zip(x) {
+            *to = scale * x;
         }
     }
 }
@@ -95,10 +109,28 @@ math::per_isa! {
 }
 
 math::per_isa! {
-    /// `u <- beta (v - decay u)`.
-    pub(super) fn start_u(u: &mut [f32], v: &[f32], decay: f32, beta: f32) {
-        for (u, v) in u.iter_mut().zip(v) {
-            *u = beta * (v - decay * *u);
+    /// The factors of outputs alone, from the dots of q and k, `[rows, padded]`.
+    pub(super) fn mix_factors(log: &[f64], dots: &[f32], mix: &mut [f32]) {
+        let padded = log.len();
+        for (i, (dots, mix)) in dots.chunks_exact(padded).zip(mix.chunks_exact_mut(padded)).enumerate() {
+            for j in (0..=i).step_by(GROUP) {
+                let logs: &[f64; GROUP] = log[j..j + GROUP].try_into().expect("whole groups");
+                let dots: &[f32; GROUP] = dots[j..j + GROUP].try_into().expect("whole groups");
+                let mix: &mut [f32; GROUP] = (&mut mix[j..j + GROUP]).try_into().expect("whole groups");
+                for lane in 0..GROUP {
+                    let decay = math::exp((log[i] - logs[lane]) as f32);
+                    mix[lane] = if j + lane <= i { dots[lane] * decay } else { 0.0 };
+                }
+            }
+        }
+    }
+}
+
+math::per_isa! {
+    /// `w <- beta (v - decay w)`.
+    pub(super) fn start_w(w: &mut [f32], v: &[f32], decay: f32, beta: f32) {
+        for (w, v) in w.iter_mut().zip(v) {
+            *w = beta * (v - decay * *w);
         }
     }
 }
@@ -116,6 +148,24 @@ math::per_isa! {
     pub(super) fn scale_add(x: &mut [f32], by: f32, plus: &[f32]) {
         for (x, plus) in x.iter_mut().zip(plus) {
             *x = by * *x + plus;
+        }
+    }
+}
+
+math::per_isa! {
+    /// `x <- x + by plus`.
+    pub(super) fn add_scaled(x: &mut [f32], plus: &[f32], by: f32) {
+        for (x, plus) in x.iter_mut().zip(plus) {
+            *x += by * plus;
+        }
+    }
+}
+
+math::per_isa! {
+    /// Turn each pair of `x` and `y`.
+    pub(super) fn turn(x: &mut [f32], y: &mut [f32], cos: f32, sin: f32) {
+        for (x, y) in x.iter_mut().zip(y) {
+            (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
         }
     }
 }
