@@ -73,6 +73,28 @@ pub fn assert_close(what: &str, got: &[f64], want: &[f64], tolerance: f64) {
     );
 }
 
+/// The even numbers of each stretch of `width`, then the odd ones: pairs that are rotated together stand beside each
+/// other in a store, and half a stretch apart in the reference data.
+pub fn deinterleave(values: &[f64], width: usize) -> Vec<f64> {
+    let halves = |stretch: &[f64]| [0, 1].map(|odd| stretch.iter().skip(odd).step_by(2).copied().collect::<Vec<_>>());
+    values.chunks(width).flat_map(|stretch| halves(stretch).concat()).collect()
+}
+
+/// `[outer, inner]` of each `[inner, outer]` stretch of groups of `width` numbers.
+pub fn transpose(values: &[f64], inner: usize, outer: usize, width: usize) -> Vec<f64> {
+    let at = |o: usize, i: usize| (i * outer + o) * width;
+    let stretch = |stretch: &[f64]| -> Vec<f64> {
+        let groups = (0..outer).flat_map(|o| (0..inner).map(move |i| at(o, i)));
+        groups.flat_map(|from| &stretch[from..from + width]).copied().collect()
+    };
+    values.chunks(inner * outer * width).flat_map(stretch).collect()
+}
+
+/// Columns `columns` of a matrix of `width` columns.
+pub fn columns(values: &[f64], width: usize, columns: std::ops::Range<usize>) -> Vec<f64> {
+    values.chunks(width).flat_map(|row| &row[columns.clone()]).copied().collect()
+}
+
 /// Index of the largest number.
 pub fn argmax(values: &[f64]) -> u32 {
     let best = values.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));

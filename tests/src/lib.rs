@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod ask;
+pub mod checkpoints;
 pub mod cluster;
 pub mod doubles;
 pub mod drive;

@@ -1,14 +1,25 @@
 //! The reference compositions: every case's logits and greedy tokens, and the entries' tensors.
 
 use hypic_kernels::Backend;
-use hypic_state::{ComposeRule, DType, LayerPart, Transition};
+use hypic_state::{ComposeRule, DECAYED, DType, LayerPart, Transition};
+use hypic_tests::checkpoints::Reference;
 use hypic_tests::drive::Rig;
-use hypic_tests::golden::{Golden, argmax, assert_close};
-use hypic_tests::on_each_backend;
+use hypic_tests::golden::{Golden, argmax, assert_close, columns, deinterleave};
 use hypic_tests::tolerance::Tolerance;
+use hypic_tests::{for_each_checkpoint, on_each_backend};
 use serde_json::Value;
 
-fn check<B: Backend>(rig: &Rig<B>, name: &str, t: Tolerance) {
+/// Seam of the stored entries.
+const SEAM: usize = 8;
+
+fn check(reference: &Reference) {
+    on_each_backend!(&reference.folder(), |rig, tolerance| check_compositions(&rig, reference, tolerance));
+}
+
+for_each_checkpoint!(check, composed);
+
+fn check_compositions<B: Backend>(rig: &Rig<B>, reference: &Reference, t: Tolerance) {
+    let name = reference.name;
     let golden = Golden::open(&format!("golden/composition/{name}.safetensors"));
     let text = std::fs::read_to_string(hypic_tests::path(&format!("golden/composition/{name}.json")));
     let described: Value = serde_json::from_str(&text.expect("the cases are there")).expect("the cases are JSON");
@@ -18,7 +29,7 @@ fn check<B: Backend>(rig: &Rig<B>, name: &str, t: Tolerance) {
         check_case(rig, &golden, name, case, t);
     }
     for (key, anchored) in [("entry1.w8", false), ("entry1.anchored.w8", true)] {
-        check_entry(rig, &golden, key, anchored, t);
+        check_entry(rig, &golden, reference, key, anchored, t);
     }
 }
 
@@ -53,38 +64,95 @@ fn check_case<B: Backend>(rig: &Rig<B>, golden: &Golden, name: &str, case: &Valu
     assert_eq!(tokens, want, "{}", what("greedy"));
 }
 
-fn check_entry<B: Backend>(rig: &Rig<B>, golden: &Golden, key: &str, anchored: bool, t: Tolerance) {
+fn check_entry<B: Backend>(
+    rig: &Rig<B>,
+    golden: &Golden,
+    reference: &Reference,
+    key: &str,
+    anchored: bool,
+    t: Tolerance,
+) {
     let tokens = golden.get("segment1.input_ids").ids();
-    let entry = rig.entry(&tokens, 8, &anchor(golden, anchored)).expect("a body");
+    let entry = rig.entry(&tokens, SEAM, &anchor(golden, anchored)).expect("a body");
     for (layer, part) in entry.parts().iter().enumerate() {
-        let name = |part: &str| format!("{key}.layer{layer}.{part}");
-        let close = |part: &str, got: &[f64]| {
-            let want = golden.get(&name(part));
-            assert_close(&name(part), got, &want.values, t.entry * want.largest());
+        let name = |part: &str| format!("{} {key}.layer{layer}.{part}", reference.name);
+        let find = |part: &str| golden.find(&format!("{key}.layer{layer}.{part}"));
+        let get = |part: &str| find(part).unwrap_or_else(|| panic!("no {} in the reference data", name(part)));
+        let near = |part: &str, got: &[f64], want: &[f64]| {
+            assert_close(&name(part), got, want, t.entry * get(part).largest());
+        };
+        let close = |part: &str, got: &[f64]| near(part, got, &get(part).values);
+        let rotated = |part: &str, heads: usize, d: usize| match reference.rotary {
+            Some((dimensions, base)) => rotate(&get(part).values, heads, d, dimensions, base, SEAM),
+            None => get(part).values.clone(),
         };
         match &**part {
             LayerPart::Recurrent(part) => {
                 close("S", &rig.numbers(&part.state));
-                close("tail", &rig.numbers(part.tail.as_ref().expect("a convolution")));
-                let Transition::Dense(dense) = &part.transition else { panic!("gated delta operators are dense") };
-                let want = golden.get(&name("T"));
-                let blocks = rig.numbers(&dense.blocks);
-                let size = want.values.len() / dense.heads;
-                let mut whole = vec![0.0; want.values.len()];
-                for (block, &head) in blocks.chunks(size).zip(&dense.kept) {
-                    whole[head as usize * size..][..size].copy_from_slice(block);
+                assert_eq!(part.tail.is_some(), find("tail").is_some(), "{}", name("tail"));
+                if let Some(tail) = &part.tail {
+                    close("tail", &rig.numbers(tail));
                 }
-                close("T", &whole);
+                let scalar = matches!(part.transition, Transition::Scalar(_));
+                assert_eq!(scalar, find("T_scalar").is_some(), "{}: an operator has its smallest form", name("T"));
+                if scalar {
+                    close("T_scalar", &rig.numbers(part.transition.tensor()));
+                }
+                let (heads, d_k) = (get("T").shape[0], get("T").shape[1]);
+                let mut want = get("T").values.clone();
+                if let Transition::Dense(dense) = &part.transition {
+                    let omitted = |head: &usize| !dense.kept.contains(&(*head as u32));
+                    for head in (0..heads).filter(omitted) {
+                        let block = &mut want[head * d_k * d_k..][..d_k * d_k];
+                        let norm = block.iter().map(|x| x * x).sum::<f64>().sqrt();
+                        assert!(
+                            norm <= 1.001 * DECAYED * (d_k as f64).sqrt(),
+                            "{}: head {head} is left out",
+                            name("T")
+                        );
+                        block.fill(0.0);
+                    }
+                }
+                near("T", &whole(rig, &part.transition, heads, d_k), &want);
             }
             LayerPart::Attention(kv) => {
                 let host = rig.backend.kv_download(kv);
-                close("v", &host.v.to_f64());
-                let want = golden.get(&name("k"));
-                let rotated = rotate(&want.values, want.shape[1], want.shape[2], 8, 10_000_000.0, 8);
-                assert_close(&name("k"), &host.k.to_f64(), &rotated, t.entry * want.largest());
+                let (k, width) = (host.k.to_f64(), host.k.shape()[2]);
+                let Some(latent) = find("kv_latent") else {
+                    close("v", &host.v.to_f64());
+                    near("k", &k, &rotated("k", host.k.shape()[1], width));
+                    continue;
+                };
+                let rank = latent.shape[1];
+                close("kv_latent", &columns(&k, width, 0..rank));
+                let k_pe = columns(&k, width, rank..width);
+                match reference.rotary {
+                    Some(_) => near("k_pe", &deinterleave(&k_pe, width - rank), &rotated("k_pe", 1, width - rank)),
+                    None => close("k_pe", &k_pe),
+                }
             }
         }
     }
+}
+
+/// An operator as matrices `[heads, d_k, d_k]`.
+fn whole<B: Backend>(rig: &Rig<B>, transition: &Transition<B::Tensor>, heads: usize, d_k: usize) -> Vec<f64> {
+    let (square, numbers) = (d_k * d_k, rig.numbers(transition.tensor()));
+    let mut whole = vec![0.0; heads * square];
+    match transition {
+        Transition::Scalar(_) => {
+            (0..heads * d_k).for_each(|i| whole[i / d_k * square + i % d_k * (d_k + 1)] = numbers[i / d_k])
+        }
+        Transition::Diagonal(_) => {
+            (0..heads * d_k).for_each(|i| whole[i / d_k * square + i % d_k * (d_k + 1)] = numbers[i])
+        }
+        Transition::Dense(dense) => {
+            for (block, &head) in numbers.chunks(square).zip(&dense.kept) {
+                whole[head as usize * square..][..square].copy_from_slice(block);
+            }
+        }
+    }
+    whole
 }
 
 /// Half-split rotation of the first `rotated` dimensions of `[tokens, heads, d]`, token i standing at `first + i`.
@@ -100,16 +168,6 @@ fn rotate(values: &[f64], heads: usize, d: usize, rotated: usize, theta: f64, fi
         }
     }
     out
-}
-
-#[test]
-fn qwen3_5() {
-    on_each_backend!("golden/qwen3_5", |rig, tolerance| check(&rig, "qwen3_5", tolerance));
-}
-
-#[test]
-fn qwen3_5_vlm() {
-    on_each_backend!("golden/qwen3_5_vlm", |rig, tolerance| check(&rig, "qwen3_5_vlm", tolerance));
 }
 
 /// bf16 weights: near the float32 logits, by about what the reference measured for it (0.2 to 0.3).

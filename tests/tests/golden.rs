@@ -1,24 +1,21 @@
-//! The reference numbers of ordinary forwards: logits, every hidden state, recurrent states, windows, K and V, greedy tokens.
+//! The reference numbers of ordinary forwards: logits, every hidden state, recurrent states, windows, K and V or
+//! latents, greedy tokens.
 
 use hypic_kernels::Backend;
-use hypic_model::{Item, Logits, Pass, Progress, Sequence, Workspace};
-use hypic_state::LayerKind;
+use hypic_model::{Checkpoint, Item, LoadOptions, Logits, Model, Pass, Progress, RunningState, Sequence, Workspace};
+use hypic_state::{DType, LayerKind};
+use hypic_tests::checkpoints::Reference;
 use hypic_tests::drive::Rig;
-use hypic_tests::golden::{Golden, assert_close};
-use hypic_tests::on_each_backend;
+use hypic_tests::golden::{Golden, assert_close, columns, deinterleave, transpose};
 use hypic_tests::tolerance::Tolerance;
-
-fn transpose(values: &[f64], tokens: usize, heads: usize) -> Vec<f64> {
-    let d = values.len() / tokens / heads;
-    let at = |h: usize, t: usize| &values[(t * heads + h) * d..][..d];
-    (0..heads).flat_map(|h| (0..tokens).flat_map(move |t| at(h, t))).copied().collect()
-}
+use hypic_tests::{for_each_checkpoint, on_each_backend};
 
 fn check_states<B: Backend>(
     rig: &Rig<B>,
     golden: &Golden,
+    reference: &Reference,
     length: &str,
-    state: &hypic_model::RunningState<B>,
+    state: &RunningState<B>,
     t: Tolerance,
 ) {
     for (layer, kind) in rig.model.layout().iter().enumerate() {
@@ -27,72 +24,110 @@ fn check_states<B: Backend>(
             LayerKind::Recurrent => {
                 let (s, window) = state.recurrent(layer).expect("a recurrent layer");
                 let want = golden.get(&name("recurrent"));
-                assert_close(&name("recurrent"), &rig.numbers(s), &want.values, t.state * want.largest());
-                // [channels, 4], newest last, against [3, channels].
-                let want = golden.get(&name("conv"));
-                let (channels, taps) = (want.shape[0], want.shape[1]);
-                let last: Vec<f64> = (1..taps)
-                    .flat_map(|i| (0..channels).map(move |c| (c, i)))
-                    .map(|(c, i)| want.values[c * taps + i])
-                    .collect();
-                assert_close(&name("conv"), &rig.numbers(window), &last, t.hidden);
+                let values = match reference.transposed {
+                    true => transpose(&want.values, want.shape[1], want.shape[2], 1),
+                    false => want.values.clone(),
+                };
+                assert_close(&name("recurrent"), &rig.numbers(s), &values, t.state * want.largest());
+                let want = golden.find(&name("conv"));
+                assert_eq!(window.is_some(), want.is_some(), "{}", name("conv"));
+                if let (Some(window), Some(want)) = (window, want) {
+                    // [channels, 4], newest last, against [3, channels].
+                    let (channels, taps) = (want.shape[0], want.shape[1]);
+                    let last = &transpose(&want.values, channels, taps, 1)[channels..];
+                    assert_close(&name("conv"), &rig.numbers(window), last, t.hidden);
+                }
             }
             LayerKind::Attention => {
                 let host = rig.backend.kv_download(state.own_kv(layer).expect("an attention layer"));
-                for (part, got) in [("k", host.k), ("v", host.v)] {
-                    let want = golden.get(&name(part));
-                    let got = transpose(&got.to_f64(), got.shape()[0], got.shape()[1]);
-                    assert_close(&name(part), &got, &want.values, t.hidden);
+                let Some(latent) = golden.find(&name("kv_latent")) else {
+                    for (part, got) in [("k", host.k), ("v", host.v)] {
+                        let (tokens, heads, d) = (got.shape()[0], got.shape()[1], got.shape()[2]);
+                        let got = transpose(&got.to_f64(), tokens, heads, d);
+                        assert_close(&name(part), &got, &golden.get(&name(part)).values, t.hidden);
+                    }
+                    continue;
+                };
+                let (got, width, rank) = (host.k.to_f64(), host.k.shape()[2], latent.shape[2]);
+                assert_close(&name("kv_latent"), &columns(&got, width, 0..rank), &latent.values, t.hidden);
+                let mut k_pe = columns(&got, width, rank..width);
+                if reference.rotary.is_some() {
+                    k_pe = deinterleave(&k_pe, width - rank);
                 }
+                assert_close(&name("k_pe"), &k_pe, &golden.get(&name("k_pe")).values, t.hidden);
             }
         }
     }
 }
 
-fn check<B: Backend>(mut rig: Rig<B>, name: &str, t: Tolerance) {
+fn check_forward<B: Backend>(mut rig: Rig<B>, reference: &Reference, t: Tolerance) {
+    let name = reference.name;
     let golden = Golden::open(&format!("golden/{name}/golden.safetensors"));
     for (length, chunk) in [("short", 512), ("long", 512), ("long", 64)] {
         rig.chunk = chunk;
         let forward = rig.forward(&golden.get(&format!("{length}.input_ids")).ids());
         let logits = &golden.get(&format!("{length}.logits")).values;
         assert_close(&format!("{name} {length}.logits, chunk {chunk}"), &forward.logits.concat(), logits, t.logits);
-        check_states(&rig, &golden, length, &forward.state, t);
+        check_states(&rig, &golden, reference, length, &forward.state, t);
         if length == "short" {
             let (tokens, logits) = rig.greedy(forward, 24);
             assert_eq!(tokens, golden.get("greedy.tokens").ids(), "{name} greedy.tokens");
-            assert_close(
-                &format!("{name} greedy.logits"),
-                &logits.concat(),
-                &golden.get("greedy.logits").values,
-                t.logits,
-            );
+            let want = &golden.get("greedy.logits").values;
+            assert_close(&format!("{name} greedy.logits"), &logits.concat(), want, t.logits);
         }
     }
     check_hidden(&rig, &golden, name, t);
 }
 
 fn check_hidden<B: Backend>(rig: &Rig<B>, golden: &Golden, name: &str, t: Tolerance) {
+    let close = |part: &str, got: &B::Tensor| {
+        let want = golden.get(&format!("short.hidden.{part}"));
+        assert_close(&format!("{name} hidden.{part}"), &rig.numbers(got), &want.values, t.hidden);
+    };
     let mut ws = Workspace::new(&rig.backend);
-    let items = vec![Item::Run(golden.get("short.input_ids").ids())];
+    let ids = golden.get("short.input_ids").ids();
+    let mut buffer = rig.backend.zeros(&[0, 0]);
+    rig.model.embed(&rig.backend, &ids, &mut ws, &mut buffer);
+    close("embed", &buffer);
+    let items = vec![Item::Run(ids)];
     let mut pass = Pass::new(vec![Sequence { state: rig.empty(), items, capture: None, logits: Logits::All }]);
     for layer in 0.. {
         let progress = pass.advance(&rig.backend, &rig.model, &mut ws).expect("no parts are needed");
-        let hidden = rig.numbers(pass.hidden().expect("the pass has begun"));
-        let want = golden.get(&format!("short.hidden.layer{layer}"));
-        assert_close(&format!("{name} hidden.layer{layer}"), &hidden, &want.values, t.hidden);
+        let hidden = pass.hidden().expect("the pass has begun");
+        close(&format!("layer{layer}"), hidden);
         if progress == Progress::Done {
             assert_eq!(layer + 1, rig.model.layout().len());
-            break;
+            rig.model.final_norm(&rig.backend, hidden, &mut buffer);
+            return close("final_norm", &buffer);
         }
     }
 }
 
-#[test]
-fn qwen3_5() {
-    on_each_backend!("golden/qwen3_5", |rig, tolerance| check(rig, "qwen3_5", tolerance));
+fn check(reference: &Reference) {
+    on_each_backend!(&reference.folder(), |rig, tolerance| check_forward(rig, reference, tolerance));
 }
 
+for_each_checkpoint!(check);
+
+/// Another configuration file that describes the same weights gives the same model.
 #[test]
-fn qwen3_5_vlm() {
-    on_each_backend!("golden/qwen3_5_vlm", |rig, tolerance| check(rig, "qwen3_5_vlm", tolerance));
+fn other_spellings_of_a_config() {
+    for (name, config, tolerance) in [
+        // The releases divide by L - 1 in their slopes, the reference for these numbers by L - 1 + 1e-5.
+        ("minimax", "config.release_names.json", 5e-6),
+        ("kimi_linear", "config.save_pretrained.json", 1e-6),
+        ("bailing_hybrid", "config.save_pretrained.json", 1e-6),
+    ] {
+        let read = |file: &str| std::fs::read(hypic_tests::path(&format!("golden/{name}/{file}"))).expect("a file");
+        let weights = read("model.safetensors").into();
+        let checkpoint = Checkpoint::from_memory(&read(config), None, weights).expect("a good checkpoint");
+        let backend = hypic_kernels::Reference::<f64>::new();
+        let options = LoadOptions { dtype: DType::F64, progress: &|_| {} };
+        let model = Model::load(&backend, &checkpoint, options).unwrap_or_else(|e| panic!("{name} {config}: {e}"));
+        let rig = Rig { backend, model, chunk: 512 };
+        let golden = Golden::open(&format!("golden/{name}/golden.safetensors"));
+        let forward = rig.forward(&golden.get("long.input_ids").ids());
+        let want = &golden.get("long.logits").values;
+        assert_close(&format!("{name} {config} long.logits"), &forward.logits.concat(), want, tolerance);
+    }
 }

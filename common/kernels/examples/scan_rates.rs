@@ -1,4 +1,4 @@
-//! Rates of the gated-delta scan and of attention, beside the peak that the machine reaches.
+//! Rates of the recurrences and of attention at the head sizes of production models, beside the peak that the machine reaches.
 //!
 //! `cargo run --release -p hypic-kernels --example scan_rates -- [threads]`
 
@@ -6,7 +6,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use hypic_kernels::{
-    AttentionRows, AttentionShape, Backend, Cols, Cpu, DeltaInputs, DeltaShape, Fold, KvShape, RopeSpec, Span, Step,
+    AttentionRows, AttentionShape, Backend, ChannelGate, Cols, Cpu, Decay, Fold, Form, KvShape, RopeSpec, ScanInputs,
+    ScanShape, Span, Step, Write,
 };
 use hypic_state::{DType, HostTensor};
 
@@ -75,34 +76,119 @@ fn tensor(cpu: &Cpu, shape: &[usize], scale: f32) -> <Cpu as hypic_state::Storag
     cpu.upload(&HostTensor::from_f32(shape, &values))
 }
 
+/// A recurrence of production models.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Gdn,
+    Kda,
+    Lightning,
+    Mamba2,
+}
+
+impl Kind {
+    fn form(self) -> Form {
+        if matches!(self, Kind::Gdn | Kind::Kda) { Form::Dense } else { Form::Scalar }
+    }
+
+    /// Operations of a row: products with the state, and the triangles of a chunk of so many rows.
+    fn flops(self, shape: ScanShape, chunk: f64) -> f64 {
+        let ScanShape { key_heads, heads, d_k, d_v } = shape;
+        let (key_heads, heads, d_k, d_v) = (key_heads as f64, heads as f64, d_k as f64, d_v as f64);
+        match self {
+            // K S, Q S, K^T W; K K^T and Q K^T of a key head; the solution and the outputs of each head.
+            Kind::Gdn | Kind::Kda => 2.0 * (heads * (3.0 * d_k * d_v + chunk * d_v) + key_heads * chunk * d_k),
+            Kind::Lightning | Kind::Mamba2 => heads * (4.0 * d_k * d_v + chunk * d_v) + key_heads * chunk * d_k,
+        }
+    }
+}
+
+/// Inputs of a recurrence; nothing decays so fast that its operator dies.
+struct Layer {
+    kind: Kind,
+    shape: ScanShape,
+    qkv: <Cpu as hypic_state::Storage>::Tensor,
+    gates: <Cpu as hypic_state::Storage>::Tensor,
+    a_log: <Cpu as hypic_state::Storage>::Tensor,
+    fixed: <Cpu as hypic_state::Storage>::Tensor,
+    bias: <Cpu as hypic_state::Storage>::Tensor,
+}
+
+impl Layer {
+    fn new(cpu: &Cpu, kind: Kind, shape: ScanShape, rows: usize) -> Self {
+        let ScanShape { heads, d_k, .. } = shape;
+        let channels = if kind == Kind::Kda { heads * d_k } else { heads };
+        Layer {
+            kind,
+            shape,
+            qkv: tensor(cpu, &[rows, channels_of(shape)], 1.0),
+            gates: tensor(cpu, &[rows, heads + channels], 1.0),
+            a_log: cpu.upload(&HostTensor::from_f32([heads], &vec![-9.0; heads])),
+            fixed: cpu.upload(&HostTensor::from_f32([heads], &vec![-1e-3; heads])),
+            bias: cpu.zeros(&[channels]),
+        }
+    }
+
+    fn inputs(&self) -> ScanInputs<'_, Cpu> {
+        let ScanShape { key_heads, heads, d_k, .. } = self.shape;
+        let (keys, x) = (key_heads * d_k, Cols::new(&self.gates, heads));
+        let (a_log, bias) = (&self.a_log, &self.bias);
+        let delta = self.kind.form() == Form::Dense;
+        ScanInputs {
+            q: Cols::new(&self.qkv, 0),
+            k: Cols::new(&self.qkv, keys),
+            v: Cols::new(&self.qkv, 2 * keys),
+            unit: delta,
+            q_scale: (d_k as f32).powf(-0.5),
+            decay: match self.kind {
+                Kind::Gdn | Kind::Mamba2 => Decay::Head { x, a_log, dt_bias: bias, limit: (0.0, f32::INFINITY) },
+                Kind::Kda => Decay::Channel { x, gate: ChannelGate::Softplus { a_log, bias } },
+                Kind::Lightning => Decay::Fixed(&self.fixed),
+            },
+            write: match self.kind {
+                Kind::Gdn | Kind::Kda => Write::Delta { b: Cols::new(&self.gates, 0), scale: 1.0 },
+                Kind::Lightning => Write::Plain,
+                Kind::Mamba2 => Write::Step,
+            },
+            skip: (self.kind == Kind::Mamba2).then_some(&self.fixed),
+        }
+    }
+}
+
+/// Columns of q, k and v.
+fn channels_of(shape: ScanShape) -> usize {
+    2 * shape.key_heads * shape.d_k + shape.heads * shape.d_v
+}
+
 fn scan(cpu: &Cpu, peak: f64) {
-    for (rows, heads, key_heads, d) in
-        [(512, 2, 1, 128), (512, 4, 4, 64), (64, 2, 1, 128), (1, 32, 16, 128), (16, 32, 16, 128)]
-    {
-        let shape = DeltaShape { key_heads, heads, d_k: d, d_v: d, beta_scale: 1.0 };
-        let qkv = tensor(cpu, &[rows, shape.channels()], 1.0);
-        let gates = tensor(cpu, &[rows, 2 * heads], 1.0);
-        // Slow decay: no operator dies.
-        let a_log = cpu.upload(&HostTensor::from_f32([heads], &vec![-9.0; heads]));
-        let dt_bias = cpu.zeros(&[heads]);
-        let mut state = cpu.zeros(&[heads, d, d]);
-        let mut out = cpu.alloc(&[rows, heads * d]);
+    let shape = |key_heads, heads, d_k, d_v| ScanShape { key_heads, heads, d_k, d_v };
+    for (kind, shape, rows) in [
+        (Kind::Gdn, shape(1, 2, 128, 128), 512),
+        (Kind::Gdn, shape(4, 4, 64, 64), 512),
+        (Kind::Gdn, shape(1, 2, 128, 128), 64),
+        (Kind::Gdn, shape(16, 32, 128, 128), 1),
+        (Kind::Gdn, shape(16, 32, 128, 128), 16),
+        (Kind::Kda, shape(2, 2, 128, 128), 512),
+        (Kind::Kda, shape(32, 32, 128, 128), 1),
+        (Kind::Lightning, shape(2, 2, 128, 128), 512),
+        (Kind::Lightning, shape(16, 16, 128, 128), 1),
+        (Kind::Mamba2, shape(1, 8, 128, 64), 512),
+        (Kind::Mamba2, shape(1, 128, 128, 64), 1),
+    ] {
+        let ScanShape { heads, d_k, d_v, .. } = shape;
+        let layer = Layer::new(cpu, kind, shape, rows);
+        let mut state = cpu.zeros(&[heads, d_k, d_v]);
+        let mut out = cpu.alloc(&[rows, heads * d_v]);
         let mut run = |with_carry: bool| {
-            let mut carry = with_carry.then(|| cpu.carry(heads, d, d));
+            let mut carry = with_carry.then(|| cpu.carry(shape, kind.form()));
             let steps = vec![Step::Rows { rows: 0..rows, carry: carry.as_mut() }];
-            let (b, a) = (Cols::new(&gates, 0), Cols::new(&gates, heads));
-            let inputs = DeltaInputs { qkv: &qkv, b, a, a_log: &a_log, dt_bias: &dt_bias };
-            cpu.gated_delta(shape, inputs, &mut [Fold { state: &mut state, steps }], &mut out);
+            cpu.scan(shape, layer.inputs(), &mut [Fold { state: &mut state, steps }], &mut out);
             carry.map(|c| cpu.finish(c, &state))
         };
         let plain = fastest(|| drop(run(false)));
-        // Products per chunk of c rows: K S, Q S, K^T U, both triangles twice (per key head and per head).
-        let chunk = rows.min(64) as f64;
-        let (d_f, share) = (d as f64, key_heads as f64 / heads as f64);
-        let per_row = 2.0 * heads as f64 * (3.0 * d_f * d_f + chunk * d_f + share * chunk * d_f);
-        let rate = per_row * rows as f64 / plain * 1e-9;
+        let rate = kind.flops(shape, rows.min(64) as f64) * rows as f64 / plain * 1e-9;
         println!(
-            "scan {rows:4} rows, {heads:2} heads of {d}: {:7.2} us a row, {rate:5.1} GFLOP/s ({:.0} % of the peak)",
+            "{kind:?} {rows:4} rows, {heads:3} heads of {d_k} x {d_v}: {:7.2} us a row, {rate:5.1} GFLOP/s \
+             ({:.0} % of the peak)",
             plain / rows as f64 * 1e6,
             rate / peak * 100.0,
         );
@@ -111,7 +197,7 @@ fn scan(cpu: &Cpu, peak: f64) {
         }
         let both = fastest(|| drop(run(true)));
         // The rows' projections to q, k, v and z and from the output, were they computed at the peak.
-        let projections = 2.0 * HIDDEN * (shape.channels() + 2 * heads * d) as f64 * rows as f64 / peak * 1e-9;
+        let projections = 2.0 * HIDDEN * (channels_of(shape) + 2 * heads * d_v) as f64 * rows as f64 / peak * 1e-9;
         println!(
             "  with T {:7.2} us a row: {:.0} % of the scan, {:.1} % of scan and projections from {HIDDEN} at the peak",
             both / rows as f64 * 1e6,
@@ -127,7 +213,7 @@ struct Attention {
 }
 
 fn attention_layer(dtype: DType) -> Attention {
-    let kv = KvShape { heads: 2, d_k: 128, d_v: 128, dtype };
+    let kv = KvShape { heads: 2, d_k: 128, d_v: 128, shared: false, dtype };
     let inv_freq = (0..32).map(|i| 1e6f64.powf(-f64::from(i) / 32.0)).collect();
     Attention {
         shape: AttentionShape { heads: 16, kv, scale: 128f32.powf(-0.5) },
@@ -146,7 +232,14 @@ fn prefill(cpu: &Cpu, peak: f64) {
             let positions: Vec<i64> = (0..(before + rows) as i64).collect();
             let mut own = cpu.kv(shape.kv);
             let append = Instant::now();
-            cpu.kv_append(&mut own, 0..before + rows, Cols::new(&k, 0), Cols::new(&v, 0), &positions, Some(&rope));
+            cpu.kv_append(
+                &mut own,
+                0..before + rows,
+                Cols::new(&k, 0),
+                Some(Cols::new(&v, 0)),
+                &positions,
+                Some(&rope),
+            );
             let append = append.elapsed().as_secs_f64() / (before + rows) as f64;
             let mut out = cpu.alloc(&[rows, 16 * 128]);
             let seconds = fastest(|| {
@@ -176,11 +269,18 @@ fn decode(cpu: &Cpu) {
         let block = tensor(cpu, &[1024, 256], 1.0);
         for start in (0..tokens).step_by(1024) {
             let positions: Vec<i64> = (start as i64..start as i64 + 1024).collect();
-            cpu.kv_append(&mut store, 0..1024, Cols::new(&block, 0), Cols::new(&block, 0), &positions, Some(&rope));
+            cpu.kv_append(
+                &mut store,
+                0..1024,
+                Cols::new(&block, 0),
+                Some(Cols::new(&block, 0)),
+                &positions,
+                Some(&rope),
+            );
         }
         let mut own = cpu.kv(shape.kv);
         let position = [tokens as i64];
-        cpu.kv_append(&mut own, 0..1, Cols::new(&block, 0), Cols::new(&block, 0), &position, Some(&rope));
+        cpu.kv_append(&mut own, 0..1, Cols::new(&block, 0), Some(Cols::new(&block, 0)), &position, Some(&rope));
         let q = tensor(cpu, &[1, 16 * 128], 1.0);
         let mut out = cpu.alloc(&[1, 16 * 128]);
         let seconds = fastest(|| {

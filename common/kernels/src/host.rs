@@ -17,7 +17,7 @@ pub fn part_to_host<B: Backend>(backend: &B, part: &LayerPart<B>) -> LayerPart<H
 }
 
 /// A copy of `part` in the backend's memory. Shapes are those that the codec lets through: K `[tokens, kv heads, d_k]`,
-/// V `[tokens, kv heads, d_v]`.
+/// V `[tokens, kv heads, d_v]`, d_v being 0 where values are shared.
 pub fn part_from_host<B: Backend>(backend: &B, part: &LayerPart<Host>) -> LayerPart<B> {
     match part {
         LayerPart::Recurrent(p) => LayerPart::Recurrent(RecurrentPart {
@@ -31,5 +31,5 @@ pub fn part_from_host<B: Backend>(backend: &B, part: &LayerPart<Host>) -> LayerP
 
 fn kv_shape(kv: &HostKv) -> KvShape {
     let (k, v) = (kv.k.shape(), kv.v.shape());
-    KvShape { heads: k[1], d_k: k[2], d_v: v[2], dtype: kv.k.dtype() }
+    KvShape { heads: k[1], d_k: k[2], d_v: v[2], shared: v[2] == 0, dtype: kv.k.dtype() }
 }

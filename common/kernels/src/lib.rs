@@ -8,10 +8,12 @@ mod backend;
 mod cpu;
 mod host;
 mod reference;
+mod scan_checks;
 
 pub use backend::{
-    AttentionRows, AttentionShape, Backend, Cols, ConvFold, ConvStep, DeltaInputs, DeltaShape, DeviceTensor, Fold,
-    GRID, Gate, KvShape, RopeSpec, Span, Step,
+    Activation, AttentionRows, AttentionShape, Backend, ChannelGate, Cols, ConvFold, ConvStep, Decay, DeviceTensor,
+    Expert, Fold, Form, GRID, GatedNorm, HeadCols, KvShape, RopeSpec, RouteSpec, ScanInputs, ScanShape, Score, Span,
+    Step, Turn, Write,
 };
 pub use cpu::{Cpu, Isa, KEY_BLOCK};
 pub use host::{part_from_host, part_to_host};

@@ -75,6 +75,12 @@ impl Config {
         self.value.get(key).filter(|v| !v.is_null())
     }
 
+    /// The keys that have a value.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        let fields = self.value.as_object().into_iter().flatten();
+        fields.filter(|(_, value)| !value.is_null()).map(|(key, _)| key.as_str())
+    }
+
     /// The full name of `key`, for messages.
     pub fn name(&self, key: &str) -> String {
         if self.at.is_empty() { key.to_string() } else { format!("{}.{key}", self.at) }
@@ -123,6 +129,18 @@ impl Config {
             Some(n) if !(1..=most).contains(&n) => Err(self.wrong(key, format!("must be from 1 to {most}, is {n}"))),
             size => Ok(size),
         }
+    }
+
+    /// A list of extents, if the key is there.
+    ///
+    /// # Errors
+    /// If it is something else than a list of whole numbers from 1 to 2^20.
+    pub fn opt_sizes(&self, key: &str) -> Result<Option<Vec<usize>>, ModelError> {
+        self.typed(key, &format!("a list of whole numbers from 1 to {MAX_SIZE}"), |v| {
+            let size =
+                |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=MAX_SIZE).contains(n));
+            v.as_array()?.iter().map(size).collect()
+        })
     }
 
     /// A number, if the key is there.

@@ -1,9 +1,13 @@
-//! Sizes of a model, from its description alone.
+//! Sizes of a model, from its description alone: nothing here reads a weight. What can go wrong is a description that
+//! asks for more than it can count; then sizes stop at the largest number instead of wrapping.
 
-use hypic_kernels::KEY_BLOCK;
+use hypic_kernels::{Form, KEY_BLOCK};
 use hypic_state::DType;
 
-use crate::spec::{MixerSpec, ModelSpec, RowSource};
+use crate::spec::{FeedSpec, LatentSpec, MixerSpec, ModelSpec, RecurrentSpec};
+
+/// Bytes of a number of a state or an operator.
+const STATE: usize = size_of::<f32>();
 
 /// What `hypic model info` tells.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -16,20 +20,25 @@ pub struct ModelInfo {
     pub linear_layers: usize,
     /// Of those, with full attention.
     pub attention_layers: usize,
+    /// Of the layers with full attention, those over a compressed latent (MLA).
+    pub latent_layers: usize,
+    /// Of all layers, those with experts.
+    pub expert_layers: usize,
     /// Number of parameters, a tied head counted once.
     pub parameters: usize,
     /// Positions that the model was made for.
     pub max_positions: usize,
-    /// Kind of the transition operator.
+    /// Kind of the transition operator: `scalar`, `diagonal` or `dense`, the largest of its layers'; `none` without linear
+    /// layers.
     pub transition: String,
     /// Bytes of one sequence's recurrent states and convolution windows, whatever its length.
     pub sequence_bytes: usize,
-    /// Bytes of K and V per token of a sequence or of a body.
+    /// Bytes of K and V, or of the latent and the rotary key, per token of a sequence or of a body.
     pub kv_bytes_per_token: usize,
-    /// Of those, K.
+    /// Of those, what attention reads as keys: all of a latent.
     pub key_bytes_per_token: usize,
     /// Bytes of an entry's recurrent part (T of every head, S, convolution tail), whatever its length: the
-    /// most it can be, since operators that have decayed are omitted.
+    /// most it can be, since dense operators that have decayed are omitted.
     pub entry_recurrent_bytes: usize,
     /// Of those, T.
     pub entry_operator_bytes: usize,
@@ -38,13 +47,15 @@ pub struct ModelInfo {
 impl ModelInfo {
     /// Of a model computed in `dtype`.
     pub fn of(spec: &ModelSpec, dtype: DType) -> Self {
-        const STATE: usize = size_of::<f32>();
+        let extents = |shape: &Vec<usize>| shape.iter().fold(1, |n: usize, extent| n.saturating_mul(*extent));
         let mut info = ModelInfo {
             family: spec.family.to_string(),
             layers: spec.layers.len(),
             linear_layers: 0,
             attention_layers: 0,
-            parameters: spec.vocab * spec.hidden * (1 + usize::from(spec.head.is_some())) + spec.final_norm.width,
+            latent_layers: 0,
+            expert_layers: 0,
+            parameters: spec.tensors(false).values().map(extents).fold(0, usize::saturating_add),
             max_positions: spec.max_positions,
             transition: "none".to_string(),
             sequence_bytes: 0,
@@ -53,31 +64,38 @@ impl ModelInfo {
             entry_recurrent_bytes: 0,
             entry_operator_bytes: 0,
         };
-        let rows = |sources: &[RowSource]| sources.iter().map(RowSource::rows).sum::<usize>();
+        let mut largest = None;
         for layer in &spec.layers {
-            info.parameters += layer.mixer_norm.width + layer.mlp_norm.width;
-            info.parameters += rows(&layer.mlp.gate_up) * spec.hidden + layer.mlp.down.rows() * layer.mlp.inner;
-            match &layer.mixer {
-                MixerSpec::GatedDelta(m) => {
-                    let s = m.shape;
+            if matches!(&layer.feed, Some(feed) if matches!(feed.body, FeedSpec::Experts(_))) {
+                info.expert_layers += 1;
+            }
+            match &layer.mixer.body {
+                MixerSpec::Recurrent(m) => {
+                    let (state, operator) = (state_bytes(m), operator_bytes(m));
                     info.linear_layers += 1;
-                    info.transition = "dense".to_string();
-                    info.parameters += rows(&m.project) * spec.hidden + s.channels() * m.kernel + 2 * s.heads;
-                    info.parameters += m.norm.width + m.out.rows() * s.heads * s.d_v;
-                    let state = (s.heads * s.d_k * s.d_v + (m.kernel - 1) * s.channels()) * STATE;
                     info.sequence_bytes += state;
-                    info.entry_operator_bytes += s.heads * s.d_k * s.d_k * STATE;
-                    info.entry_recurrent_bytes += state + s.heads * s.d_k * s.d_k * STATE;
+                    info.entry_operator_bytes += operator;
+                    info.entry_recurrent_bytes += state + operator;
+                    if largest.is_none_or(|known| rank(known) < rank(m.form())) {
+                        largest = Some(m.form());
+                    }
                 }
                 MixerSpec::Attention(m) => {
-                    info.attention_layers += 1;
-                    info.parameters += rows(&m.project) * spec.hidden + m.out.rows() * m.heads * m.head_dim;
-                    info.parameters += [&m.q_norm, &m.k_norm].into_iter().flatten().map(|n| n.width).sum::<usize>();
                     let key = m.kv_heads * m.head_dim * dtype.size();
+                    info.attention_layers += 1;
                     info.key_bytes_per_token += key;
                     info.kv_bytes_per_token += 2 * key;
                 }
+                MixerSpec::Latent(m) => {
+                    info.attention_layers += 1;
+                    info.latent_layers += 1;
+                    info.key_bytes_per_token += latent_width(m) * dtype.size();
+                    info.kv_bytes_per_token += latent_width(m) * dtype.size();
+                }
             }
+        }
+        if let Some(form) = largest {
+            info.transition = name(form).to_string();
         }
         info
     }
@@ -92,5 +110,43 @@ impl ModelInfo {
         let keys = body.next_multiple_of(KEY_BLOCK) * self.key_bytes_per_token;
         let values = body * (self.kv_bytes_per_token - self.key_bytes_per_token);
         self.entry_recurrent_bytes + keys + values + tokens * size_of::<u32>()
+    }
+}
+
+/// S and the convolution's window.
+fn state_bytes(m: &RecurrentSpec) -> usize {
+    let shape = m.shape;
+    let window = m.conv.as_ref().map_or(0, |conv| (conv.kernel - 1) * m.channels());
+    (shape.heads * shape.d_k * shape.d_v + window) * STATE
+}
+
+/// T of every head.
+fn operator_bytes(m: &RecurrentSpec) -> usize {
+    let per_head = match m.form() {
+        Form::Scalar => 1,
+        Form::Diagonal => m.shape.d_k,
+        Form::Dense => m.shape.d_k * m.shape.d_k,
+    };
+    m.shape.heads * per_head * STATE
+}
+
+/// Numbers that latent attention keeps of a token.
+fn latent_width(m: &LatentSpec) -> usize {
+    m.rank + m.rotary
+}
+
+fn rank(form: Form) -> usize {
+    match form {
+        Form::Scalar => 0,
+        Form::Diagonal => 1,
+        Form::Dense => 2,
+    }
+}
+
+fn name(form: Form) -> &'static str {
+    match form {
+        Form::Scalar => "scalar",
+        Form::Diagonal => "diagonal",
+        Form::Dense => "dense",
     }
 }

@@ -1,12 +1,13 @@
 //! A loaded model: weights on a device, ready for passes.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use hypic_kernels::Backend;
+use hypic_kernels::{Backend, DeviceTensor};
 use hypic_state::{ComposeRule, DType, EntryLayout};
 
-use crate::layers::{Attention, GatedDelta, Layer, Loader, Mixer, Mlp, Norm};
-use crate::spec::{MixerSpec, ModelSpec, RowSource};
+use crate::layers::{Layer, Loader, Norm, Workspace};
+use crate::spec::{ModelSpec, RowSource};
 use crate::{Checkpoint, ModelError, families};
 
 /// How a checkpoint is brought to a device.
@@ -43,7 +44,7 @@ struct Inner<B: Backend> {
 }
 
 impl<B: Backend> Model<B> {
-    /// Load a checkpoint.
+    /// Load a checkpoint: a matrix at a time, so that little more main memory is needed than the device's weights take.
     ///
     /// # Errors
     /// If the configuration is wrong or unsupported, or the weights do not fit it exactly.
@@ -54,29 +55,20 @@ impl<B: Backend> Model<B> {
             DType::F64 => (DType::F32, DType::F64),
             other => (other, other),
         };
-        let mut loader = Loader { backend, checkpoint, dtype, progress: options.progress, bytes: 0 };
-        let vocabulary = |name: &str| [RowSource::all(name, spec.vocab)];
-        let embed = Arc::new(loader.linear(&vocabulary(&spec.embed), spec.hidden)?);
+        let mut loader =
+            Loader { backend, checkpoint, dtype, progress: options.progress, bytes: 0, told: BTreeSet::new() };
+        let vocabulary = |name: &str| RowSource::all(name, spec.vocab);
+        let embed = Arc::new(loader.linear([&vocabulary(&spec.embed)], spec.hidden)?);
         let head = match &spec.head {
             Some(name) if !checkpoint.has(name) => return Err(lacks_head(name, &spec)),
-            Some(name) => Arc::new(loader.linear(&vocabulary(name), spec.hidden)?),
+            Some(name) => Arc::new(loader.linear([&vocabulary(name)], spec.hidden)?),
             None => embed.clone(),
         };
         check_tied_head(checkpoint, &spec)?;
         let final_norm = loader.norm(&spec.final_norm)?;
         let mut layers = Vec::with_capacity(spec.layers.len());
         for layer in &spec.layers {
-            layers.push(Layer {
-                mixer_norm: loader.norm(&layer.mixer_norm)?,
-                mixer: match &layer.mixer {
-                    MixerSpec::GatedDelta(s) => Mixer::GatedDelta(GatedDelta::load(&mut loader, s, spec.hidden)?),
-                    MixerSpec::Attention(s) => {
-                        Mixer::Attention(Attention::load(&mut loader, s, spec.hidden, kv_dtype)?)
-                    }
-                },
-                mlp_norm: loader.norm(&layer.mlp_norm)?,
-                mlp: Mlp::load(&mut loader, &layer.mlp, spec.hidden)?,
-            });
+            layers.push(Layer::load(&mut loader, layer, spec.hidden, kv_dtype)?);
         }
         let weight_bytes = loader.bytes;
         let ignored = checkpoint.check_all_used(&spec.ignored)?;
@@ -134,16 +126,37 @@ impl<B: Backend> Model<B> {
         &self.inner.layers
     }
 
-    pub(crate) fn embedding(&self) -> &B::Linear {
-        &self.inner.embed
+    /// `x [ids, hidden]`: the residual stream before the first layer.
+    pub fn embed(&self, backend: &B, ids: &[u32], ws: &mut Workspace<B>, x: &mut B::Tensor) {
+        let scale = self.inner.spec.embed_scale;
+        if scale == 1.0 {
+            return backend.embed(&self.inner.embed, ids, x);
+        }
+        backend.embed(&self.inner.embed, ids, &mut ws.normed);
+        backend.resize(x, ws.normed.shape());
+        backend.mix(x, 0.0, &ws.normed, scale);
     }
 
-    pub(crate) fn head(&self) -> &B::Linear {
-        &self.inner.head
+    /// `out [rows, hidden]`: what the head sees of the residual stream behind the last layer.
+    pub fn final_norm(&self, backend: &B, x: &B::Tensor, out: &mut B::Tensor) {
+        let norm = &self.inner.final_norm;
+        backend.rms_norm(x, &norm.weight, norm.eps, out);
     }
 
-    pub(crate) fn final_norm(&self) -> &Norm<B> {
-        &self.inner.final_norm
+    /// `[rows, vocab]`: the logits of the chosen rows.
+    pub(crate) fn logits(&self, backend: &B, ws: &mut Workspace<B>) -> B::Tensor {
+        let Workspace { normed, branch, chosen, .. } = ws;
+        let scale = self.inner.spec.logit_scale;
+        self.final_norm(backend, chosen, normed);
+        let mut logits = backend.alloc(&[chosen.rows(), self.inner.spec.vocab]);
+        if scale == 1.0 {
+            backend.linear(&self.inner.head, normed, &mut logits);
+            return logits;
+        }
+        backend.resize(branch, normed.shape());
+        backend.mix(branch, 0.0, normed, scale);
+        backend.linear(&self.inner.head, branch, &mut logits);
+        logits
     }
 }
 
@@ -155,20 +168,26 @@ fn lacks_head(name: &str, spec: &ModelSpec) -> ModelError {
     ModelError::checkpoint("weights", problem)
 }
 
-/// A head tensor beside a tied head must say the same as the embedding.
+/// A head tensor beside a tied head must say the same as the embedding. Both are read some rows at a time.
 fn check_tied_head(checkpoint: &Checkpoint, spec: &ModelSpec) -> Result<(), ModelError> {
+    const ROWS: usize = 1024;
     let Some((name, file)) = spec.tied_head.as_ref().and_then(|name| Some((name, checkpoint.file_of(name)?))) else {
         return Ok(());
     };
     let shape = [spec.vocab, spec.hidden];
-    let (head, embed) = (checkpoint.tensor(name, &shape)?, checkpoint.tensor(&spec.embed, &shape)?);
-    // Bytes first: NaN is not equal to itself.
-    if head == embed || (head.dtype() != embed.dtype() && head.to_f32() == embed.to_f32()) {
-        return Ok(());
+    for first in (0..spec.vocab).step_by(ROWS) {
+        let rows = first..spec.vocab.min(first + ROWS);
+        let head = checkpoint.rows(name, shape, rows.clone())?;
+        let embed = checkpoint.rows(&spec.embed, shape, rows)?;
+        // Bytes first: NaN is not equal to itself.
+        if head == embed || (head.dtype() != embed.dtype() && head.to_f32() == embed.to_f32()) {
+            continue;
+        }
+        let problem = format!(
+            "tensor {name} differs from {}, but config.json has tie_word_embeddings: set it to false to use {name}",
+            spec.embed
+        );
+        return Err(ModelError::checkpoint(file, problem));
     }
-    let problem = format!(
-        "tensor {name} differs from {}, but config.json has tie_word_embeddings: set it to false to use {name}",
-        spec.embed
-    );
-    Err(ModelError::checkpoint(file, problem))
+    Ok(())
 }

@@ -68,8 +68,8 @@ pub(crate) enum LayerState<B: Backend> {
     Recurrent {
         /// `[heads, d_k, d_v]`.
         state: B::Tensor,
-        /// `[kernel - 1, channels]`.
-        window: B::Tensor,
+        /// `[kernel - 1, channels]`; `None` where there is no convolution.
+        window: Option<B::Tensor>,
     },
     Attention {
         spans: Vec<HeldSpan<B>>,
@@ -101,7 +101,8 @@ impl<B: Backend> RunningState<B> {
     pub fn resume(backend: &B, model: &Model<B>, frozen: &FrozenState<B>) -> Self {
         let layers = model.layers().iter().zip(&frozen.layers).map(|(layer, state)| match state {
             FrozenLayer::Recurrent { state, window } => {
-                LayerState::Recurrent { state: backend.duplicate(state), window: backend.duplicate(window) }
+                let window = window.as_ref().map(|w| backend.duplicate(w));
+                LayerState::Recurrent { state: backend.duplicate(state), window }
             }
             FrozenLayer::Attention { spans } => {
                 let LayerState::Attention { own, .. } = empty_layer(backend, layer) else {
@@ -114,10 +115,10 @@ impl<B: Backend> RunningState<B> {
     }
 
     /// The recurrent state of layer `layer`, `[heads, d_k, d_v]`, and its convolution window
-    /// `[kernel - 1, channels]`; `None` for an attention layer.
-    pub fn recurrent(&self, layer: usize) -> Option<(&B::Tensor, &B::Tensor)> {
+    /// `[kernel - 1, channels]`, if it has a convolution; `None` for an attention layer.
+    pub fn recurrent(&self, layer: usize) -> Option<(&B::Tensor, Option<&B::Tensor>)> {
         match &self.layers[layer] {
-            LayerState::Recurrent { state, window } => Some((state, window)),
+            LayerState::Recurrent { state, window } => Some((state, window.as_ref())),
             LayerState::Attention { .. } => None,
         }
     }
@@ -133,7 +134,7 @@ impl<B: Backend> RunningState<B> {
     /// Bytes that belong to this sequence alone.
     pub fn bytes(&self) -> usize {
         let layer = |l: &LayerState<B>| match l {
-            LayerState::Recurrent { state, window } => state.bytes() + window.bytes(),
+            LayerState::Recurrent { state, window } => recurrent_bytes::<B>(state, window),
             LayerState::Attention { own, .. } => own.bytes(),
         };
         self.layers.iter().map(layer).sum()
@@ -141,18 +142,25 @@ impl<B: Backend> RunningState<B> {
 }
 
 fn empty_layer<B: Backend>(backend: &B, layer: &Layer<B>) -> LayerState<B> {
-    match &layer.mixer {
-        Mixer::GatedDelta(m) => LayerState::Recurrent {
-            state: backend.zeros(&[m.shape.heads, m.shape.d_k, m.shape.d_v]),
-            window: backend.zeros(&[m.kernel - 1, m.shape.channels()]),
-        },
-        Mixer::Attention(m) => LayerState::Attention { spans: Vec::new(), own: backend.kv(m.shape.kv) },
-    }
+    let kv = match &layer.mixer.body {
+        Mixer::Recurrent(m) => {
+            let state = backend.zeros(&[m.shape.heads, m.shape.d_k, m.shape.d_v]);
+            let window = m.conv.as_ref().map(|conv| backend.zeros(&[conv.history, conv.channels]));
+            return LayerState::Recurrent { state, window };
+        }
+        Mixer::Attention(m) => m.shape.kv,
+        Mixer::Latent(m) => m.shape.kv,
+    };
+    LayerState::Attention { spans: Vec::new(), own: backend.kv(kv) }
+}
+
+fn recurrent_bytes<B: Backend>(state: &B::Tensor, window: &Option<B::Tensor>) -> usize {
+    state.bytes() + window.as_ref().map_or(0, Stored::bytes)
 }
 
 /// One layer of a frozen state.
 pub(crate) enum FrozenLayer<B: Backend> {
-    Recurrent { state: B::Tensor, window: B::Tensor },
+    Recurrent { state: B::Tensor, window: Option<B::Tensor> },
     Attention { spans: Vec<HeldSpan<B>> },
 }
 
@@ -171,7 +179,7 @@ impl<B: Backend> FrozenState<B> {
     /// Bytes that it keeps alive. Stores that it shares with entries or other states count in full.
     pub fn bytes(&self) -> usize {
         let layer = |l: &FrozenLayer<B>| match l {
-            FrozenLayer::Recurrent { state, window } => state.bytes() + window.bytes(),
+            FrozenLayer::Recurrent { state, window } => recurrent_bytes::<B>(state, window),
             FrozenLayer::Attention { spans } => spans.iter().map(|s| s.kv.kv().bytes()).sum(),
         };
         self.layers.iter().map(layer).sum()

@@ -24,7 +24,8 @@
 //! | per tensor | data type (1), rank (1), two zero bytes, extents (4 each) |
 //! | | each tensor's data behind zeros up to the next multiple of [`ALIGN`]; zeros up to the end |
 //!
-//! Tensors are, in this order: transition, state, tail; or K, V. An entry is a header of its own
+//! Tensors are, in this order: transition, state, tail; or K, V. V's last extent is 0 where values are the first numbers
+//! of the keys (latent attention) and are not stored. An entry is a header of its own
 //! (magic `HYPE`, version, two zero bytes, length of header, CRC-32C of the header's other bytes,
 //! seam, number of tokens, number of layers, token ids, the parts' checksums, zeros up to the next
 //! multiple of [`ALIGN`]) and the parts in layer order. The checksums in the header tie the parts to
@@ -196,15 +197,15 @@ pub fn decode(bytes: Bytes) -> Result<LayerPart<Host>, CodecError> {
 
     let part = match (kind, code) {
         (ATTENTION, NO_TRANSITION) => {
-            let [k, v] = reader.tensors()?;
+            let [k, v] = reader.tensors(Some(1))?;
             LayerPart::Attention(HostKv { k, v })
         }
         (RECURRENT, SCALAR | DIAGONAL | DENSE) => {
-            let [transition, state] = reader.tensors()?;
+            let [transition, state] = reader.tensors(None)?;
             recurrent(code, heads, kept, transition, state, None)
         }
         (RECURRENT_WITH_TAIL, SCALAR | DIAGONAL | DENSE) => {
-            let [transition, state, tail] = reader.tensors()?;
+            let [transition, state, tail] = reader.tensors(None)?;
             recurrent(code, heads, kept, transition, state, Some(tail))
         }
         (RECURRENT | RECURRENT_WITH_TAIL | ATTENTION, _) => {

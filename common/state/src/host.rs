@@ -125,7 +125,7 @@ pub struct HostKv {
     /// `[tokens, kv heads, d_k]`, rotated at the positions that the owner of the stretch defines
     /// (an entry: the segment-local ones).
     pub k: HostTensor,
-    /// `[tokens, kv heads, d_v]`.
+    /// `[tokens, kv heads, d_v]`; d_v is 0 where values are the first numbers of the keys (latent attention).
     pub v: HostTensor,
 }
 

@@ -49,7 +49,13 @@ fn parts(dtype: DType) -> Vec<LayerPart<Host>> {
             parts.push(LayerPart::Recurrent(RecurrentPart { transition: transition.clone(), state, tail }));
         }
     }
+    parts.push(shared_values(dtype));
     parts
+}
+
+/// Keys whose first numbers are the values.
+fn shared_values(dtype: DType) -> LayerPart<Host> {
+    LayerPart::Attention(HostKv { k: tensor(dtype, &[4, 2, 3], 0.0), v: tensor(dtype, &[4, 2, 0], 0.0) })
 }
 
 fn assert_same(a: &LayerPart<Host>, b: &LayerPart<Host>) {
@@ -194,6 +200,34 @@ fn unknown_and_contradictory_fields_are_refused_despite_a_right_checksum() {
     assert_eq!(forged(end - 1, &[1]), CodecError::Malformed("padding that is not zero"));
     assert_eq!(forged(8, &u64::MAX.to_le_bytes()), CodecError::Truncated { need: u64::MAX, got: end });
     assert!(matches!(forged(8, &1u64.to_le_bytes()), CodecError::Malformed(_)));
+}
+
+#[test]
+fn only_the_width_of_values_may_be_zero() {
+    let bytes = encode(&shared_values(DType::F32)).to_vec();
+    // Tensor headers at 28 (K) and 44 (V): extents four bytes on.
+    let forged = |at: usize, value: u8| {
+        let mut bytes = bytes.clone();
+        bytes[at] = value;
+        decode(seal(bytes))
+    };
+    assert!(forged(56, 0).is_ok());
+    let empty = CodecError::Malformed("a tensor with an empty inner axis");
+    for at in [36, 40, 52] {
+        assert_eq!(forged(at, 0).err(), Some(empty.clone()), "extent at {at}");
+    }
+    // Tokens or heads of the values that are not those of the keys.
+    for (at, value) in [(48, 0), (48, 200), (52, 3)] {
+        assert!(matches!(forged(at, value), Err(CodecError::Malformed(_))), "extent at {at}");
+    }
+    assert!(forged(56, 1).is_err());
+    // In no other tensor: the tail of a part, the last one as well.
+    let part = RecurrentPart::<Host> {
+        transition: Transition::Scalar(tensor(DType::F32, &[1], 1.0)),
+        state: tensor(DType::F32, &[1, 1, 1], 1.0),
+        tail: Some(tensor(DType::F32, &[3, 0], 1.0)),
+    };
+    assert_eq!(refusal(encode(&LayerPart::Recurrent(part))), empty);
 }
 
 #[test]

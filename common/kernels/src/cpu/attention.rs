@@ -2,7 +2,8 @@
 //!
 //! A task has the rows of a row block for the query heads of one key/value head; its rows are (row, head)
 //! pairs. Keys come in blocks of [`GRID`], counted from the first key of each span, and every pair folds the
-//! same blocks in the same order, whatever shares its task: online softmax with masked keys as exact zeros.
+//! same blocks in the same order, whatever shares its task: online softmax with masked keys as exact zeros. Shared
+//! values are laid out once a task and block, from the block's keys.
 
 mod softmax;
 
@@ -14,7 +15,7 @@ use super::matmul::{Element, GROUP, Left, Right, Scale, matmul};
 use super::pool::{Pool, Shared};
 use super::rope::Turner;
 use super::{Cpu, CpuRope, CpuTensor, Isa};
-use crate::{AttentionRows, AttentionShape, Cols, DeviceTensor, GRID};
+use crate::{AttentionRows, AttentionShape, Cols, DeviceTensor, GRID, KvShape};
 
 use softmax::weights;
 
@@ -72,7 +73,10 @@ fn check(shape: &AttentionShape, rope: Option<&CpuRope>, q: Cols<'_, Cpu>, seque
     if let Some(rope) = rope {
         assert!(rope.needs() <= kv.d_k, "attention with rotary dimensions up to {} of {}", rope.needs(), kv.d_k);
     }
-    let dims = |store: &CpuKv| (store.shape().heads, store.shape().d_k, store.shape().d_v);
+    assert!(!kv.shared || kv.d_v <= kv.d_k, "attention: values of {} numbers of keys of {}", kv.d_v, kv.d_k);
+    // Rows of one task may see stores of different element types.
+    let dims = |store: &CpuKv| KvShape { dtype: kv.dtype, ..store.shape() };
+    let stored = kv.stored();
     for s in sequences {
         assert!(
             s.rows.start <= s.rows.end && s.rows.end <= q.mat.rows(),
@@ -82,9 +86,9 @@ fn check(shape: &AttentionShape, rope: Option<&CpuRope>, q: Cols<'_, Cpu>, seque
         );
         assert_eq!(s.positions.len(), s.rows.len(), "attention takes one position per row");
         assert!(s.own.len() >= s.rows.len(), "attention before the rows' own keys are appended");
-        assert_eq!(dims(s.own), (kv.heads, kv.d_k, kv.d_v), "own keys and values in attention");
+        assert_eq!(dims(s.own), stored, "own keys and values in attention");
         for span in &s.spans {
-            assert_eq!(dims(span.kv), (kv.heads, kv.d_k, kv.d_v), "keys and values of a span in attention");
+            assert_eq!(dims(span.kv), stored, "keys and values of a span in attention");
             let (range, len) = (&span.range, span.kv.len());
             assert!(range.start <= range.end && range.end <= len, "attention to tokens {range:?} of {len}");
         }
@@ -245,13 +249,12 @@ impl Pass<'_> {
         seen: usize,
         scratch: &mut Scratch,
     ) {
-        let (d_k, d_v) = (self.shape.kv.d_k, self.shape.kv.d_v);
+        let KvShape { d_k, d_v, shared, .. } = self.shape.kv;
         let first = first * self.group;
         let pairs = scratch.max.len() - first;
         let lead = block.start % GROUP;
         let columns = (lead + block.len()).next_multiple_of(GROUP);
         let k = &plane.k[(block.start - lead) * d_k..][..columns * d_k];
-        let v = &plane.v[block.start * d_v..block.end * d_v];
         let q = Left { data: &scratch.turned[first * d_k..], row: d_k, col: 1 };
         let scores = &mut scratch.scores[..pairs * SCORE_COLS];
         let widen = size_of::<E>() < size_of::<f32>() && pairs > WIDEN_PAIRS;
@@ -268,6 +271,11 @@ impl Pass<'_> {
         weights(self.isa, scores, lead, block.len(), seen, self.group, max, sum, shrink, added);
         let weights = Left { data: &scores[lead..], row: SCORE_COLS, col: 1 };
         let (size, scale, o) = ([pairs, d_v, block.len()], Scale::Rows(shrink), &mut scratch.o[first * d_v..]);
+        if shared {
+            plane.values(self.isa, block, d_k, d_v, &mut scratch.wide_v);
+            return matmul(self.isa, size, weights, Right::rows(&scratch.wide_v, d_v), scale, o, d_v);
+        }
+        let v = &plane.v[block.start * d_v..block.end * d_v];
         if widen {
             let v = Right::rows(widened(self.isa, v, &mut scratch.wide_v), d_v);
             matmul(self.isa, size, weights, v, scale, o, d_v);

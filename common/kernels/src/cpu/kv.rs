@@ -1,8 +1,9 @@
 //! K and V of one attention layer, a plane per head.
 //!
 //! K lies in blocks of [`GROUP`] tokens, `[block][d_k][GROUP]`, so that a product with a query has a token per
-//! lane, needs no sum across lanes and has one order for any number of rows. V is `[tokens][d_v]`. Lanes of
-//! the last block behind the last token hold finite leftovers.
+//! lane, needs no sum across lanes and has one order for any number of rows. V is `[tokens][d_v]`, or, where values are
+//! shared, not there: [`Plane::values`] takes it from the keys, a block at a time, for all rows of a task together.
+//! Lanes of the last block behind the last token hold finite leftovers.
 
 use std::ops::Range;
 
@@ -33,6 +34,7 @@ pub(super) enum Planes {
 #[derive(Clone, Default)]
 pub(super) struct Plane<E> {
     pub k: Vec<E>,
+    /// Empty where values are shared.
     pub v: Vec<E>,
 }
 
@@ -55,7 +57,7 @@ impl CpuKv {
             DType::Bf16 => Planes::Bf16(vec![Plane::default(); shape.heads]),
             other => panic!("the CPU backend stores K and V in f32 or bf16, not in {other}"),
         };
-        CpuKv { shape, len: 0, planes }
+        CpuKv { shape: shape.stored(), len: 0, planes }
     }
 
     /// Tokens.
@@ -75,17 +77,19 @@ impl CpuKv {
         &mut self,
         rows: Range<usize>,
         k: Cols<'_, Cpu>,
-        v: Cols<'_, Cpu>,
+        v: Option<Cols<'_, Cpu>>,
         positions: &[i64],
         rope: Option<&CpuRope>,
     ) {
-        let KvShape { heads, d_k, d_v, .. } = self.shape;
+        let KvShape { heads, d_k, d_v, shared, .. } = self.shape;
         assert_eq!(positions.len(), rows.len(), "kv_append takes one position per row");
-        assert!(
-            k.mat.cols() >= k.col + heads * d_k && v.mat.cols() >= v.col + heads * d_v,
-            "columns of k and v in kv_append"
-        );
-        assert!(rows.end <= k.mat.rows() && rows.end <= v.mat.rows(), "rows of k and v in kv_append");
+        assert_eq!(v.is_none(), shared, "kv_append takes values if and only if they are not shared");
+        for (name, cols, width) in [("k", Some(k), heads * d_k), ("v", v, heads * d_v)] {
+            let Some(cols) = cols else { continue };
+            let shape = cols.mat.shape();
+            let fits = shape.len() == 2 && rows.end <= shape[0] && cols.col + width <= shape[1];
+            assert!(fits, "kv_append of rows {rows:?}, {width} columns from {} on, of {name} {shape:?}", cols.col);
+        }
         if let Some(rope) = rope {
             assert!(rope.needs() <= d_k, "kv_append with rotary dimensions up to {} of {d_k}", rope.needs());
         }
@@ -101,7 +105,8 @@ impl CpuKv {
                 // Elementwise, so the same bits on all.
                 turner.turn(Isa::Portable, positions[i], d_k, &mut turned);
             }
-            self.put(first + i, &turned, &v.mat.data()[row * v.mat.cols() + v.col..][..heads * d_v]);
+            let v = v.map_or(&[][..], |v| &v.mat.data()[row * v.mat.cols() + v.col..][..heads * d_v]);
+            self.put(first + i, &turned, v);
         }
     }
 
@@ -131,7 +136,7 @@ impl CpuKv {
     }
 
     pub(super) fn download(&self) -> HostKv {
-        let KvShape { heads, d_k, d_v, dtype } = self.shape;
+        let KvShape { heads, d_k, d_v, dtype, .. } = self.shape;
         let (mut k, mut v) = (Vec::with_capacity(self.len * heads * d_k), Vec::with_capacity(self.len * heads * d_v));
         any_planes!(&self.planes, planes => for token in 0..self.len {
             for p in planes {
@@ -147,7 +152,7 @@ impl CpuKv {
     }
 
     pub(super) fn upload(kv: &HostKv, shape: KvShape) -> Self {
-        let KvShape { heads, d_k, d_v, .. } = shape;
+        let KvShape { heads, d_k, d_v, .. } = shape.stored();
         let tokens = kv.k.shape().first().copied().unwrap_or(0);
         assert_eq!(kv.k.shape(), [tokens, heads, d_k], "K of kv_upload");
         assert_eq!(kv.v.shape(), [tokens, heads, d_v], "V of kv_upload");
@@ -187,6 +192,21 @@ impl CpuKv {
 impl Stored for CpuKv {
     fn bytes(&self) -> usize {
         any_planes!(&self.planes, planes => planes.iter().map(|p| size_of_val(&p.k[..]) + size_of_val(&p.v[..])).sum())
+    }
+}
+
+impl<E: Element> Plane<E> {
+    /// The first `d_v` numbers of each of the keys `tokens`, row-major in `to`.
+    pub(super) fn values(&self, isa: Isa, tokens: Range<usize>, d_k: usize, d_v: usize, to: &mut Vec<f32>) {
+        to.resize(to.len().max(tokens.len() * d_v), 0.0);
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let lanes = token % GROUP..GROUP.min(token % GROUP + tokens.end - token);
+            let keys = &self.k[token / GROUP * GROUP * d_k..][..d_v * GROUP];
+            let rows = &mut to[(token - tokens.start) * d_v..][..lanes.len() * d_v];
+            token += lanes.len();
+            E::transpose(isa, keys, lanes, rows);
+        }
     }
 }
 

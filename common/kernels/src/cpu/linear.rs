@@ -6,28 +6,30 @@
 
 mod products;
 mod tile;
+mod words;
 
-use std::cell::Cell;
 use std::ops::Range;
 
 use half::{bf16, f16};
 use hypic_state::{DType, HostTensor, Stored};
 
-use super::math::per_isa;
 use super::pool::{Pool, Shared};
 use super::{CpuTensor, Isa};
 use crate::DeviceTensor;
 use products::{F32Portable, WidePortable};
 use tile::{Job, block};
+use words::pair;
+
+pub(super) use words::{lay_out, with_buffer, with_words, words};
 
 /// Output columns of a panel.
-const PANEL: usize = 32;
+pub(super) const PANEL: usize = 32;
 /// Steps of k packed at a time, so that what is written stays in cache.
 const PACK_STEPS: usize = 64;
 /// Tasks for each thread: enough to even out threads that are held up.
-const TASKS_PER_THREAD: usize = 4;
+pub(super) const TASKS_PER_THREAD: usize = 4;
 /// Rows of a task at least, where rows are split.
-const TASK_ROWS: usize = 24;
+pub(super) const TASK_ROWS: usize = 24;
 
 /// One step of k in a panel: a word for each column, f32 or a pair of bf16.
 #[derive(Clone, Copy)]
@@ -138,51 +140,6 @@ impl Target<'_> {
     }
 }
 
-/// The bits of `x` rounded to bf16, to nearest, ties to even; NaN stays NaN.
-#[inline(always)]
-fn round_bf16(x: f32) -> u32 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    if x.is_nan() { bits >> 16 | 0x40 } else { rounded }
-}
-
-#[inline(always)]
-fn pair(even: f32, odd: f32) -> u32 {
-    round_bf16(even) | round_bf16(odd) << 16
-}
-
-per_isa! {
-    /// Rows `[.., k]` rounded to pairs of bf16 `[.., ceil(k / 2)]`.
-    fn round_to_pairs(x: &[f32], k: usize, out: &mut [u32]) {
-        for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k.div_ceil(2))) {
-            let (pairs, rest) = x.as_chunks::<2>();
-            for (out, [even, odd]) in out.iter_mut().zip(pairs) {
-                *out = pair(*even, *odd);
-            }
-            if let ([last], Some(out)) = (rest, out.last_mut()) {
-                *out = pair(*last, 0.0);
-            }
-        }
-    }
-}
-
-per_isa! {
-    /// Rows `[.., k]` rounded to bf16, but kept as f32 `[.., k rounded up to even]`.
-    fn round_in_f32(x: &[f32], k: usize, out: &mut [u32]) {
-        for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k.next_multiple_of(2))) {
-            for (out, x) in out.iter_mut().zip(x) {
-                *out = round_bf16(*x) << 16;
-            }
-            out[k..].fill(0);
-        }
-    }
-}
-
-thread_local! {
-    /// Rounded activations, kept for reuse.
-    static ROUNDED: Cell<Vec<u32>> = const { Cell::new(Vec::new()) };
-}
-
 /// `out [rows, n] = x [rows, k] W^T`, added to `out` if `accumulate`.
 ///
 /// # Panics
@@ -198,46 +155,18 @@ pub(super) fn linear(isa: Isa, pool: &Pool, w: &CpuLinear, x: &CpuTensor, out: &
     if rows == 0 || w.n == 0 {
         return;
     }
-    if w.dtype == DType::F32 {
-        return product(isa, pool, w, x.data().as_ptr().cast(), rows, out, accumulate);
-    }
-    let mut rounded = ROUNDED.take();
-    // The dot-product instruction takes pairs; without it there would be more to do to widen them each time.
-    let pairs = isa == Isa::Avx512Bf16;
-    let words = if pairs { w.k.div_ceil(2) } else { w.k.next_multiple_of(2) };
-    rounded.resize(rounded.len().max(rows * words), 0);
-    if w.k > 0 {
-        let target = Shared::new(&mut rounded);
-        // Rounding costs about as much as four operations an element.
-        let flops = 4 * rows * w.k;
-        let tasks = pool.split(flops).min(rows);
-        pool.run(tasks, flops, |task| {
-            let rows = share(rows, task, tasks);
-            // SAFETY: the shares are disjoint.
-            let out = unsafe { target.part(rows.start * words..rows.end * words) };
-            let x = &x.data()[rows.start * w.k..rows.end * w.k];
-            if pairs { round_to_pairs(isa, x, w.k, out) } else { round_in_f32(isa, x, w.k, out) }
-        });
-    }
-    product(isa, pool, w, rounded.as_ptr(), rows, out, accumulate);
-    ROUNDED.set(rounded);
+    with_words(isa, pool, w.dtype, x.data(), w.k, |x| product(isa, pool, w, x, rows, out, accumulate));
 }
 
 /// Part `i` of `0..len` cut into `parts` parts of nearly the same length.
-fn share(len: usize, i: usize, parts: usize) -> Range<usize> {
+pub(super) fn share(len: usize, i: usize, parts: usize) -> Range<usize> {
     len * i / parts..len * (i + 1) / parts
 }
 
 /// The product with `x`, `rows` rows of words as the weights' lines have them.
-fn product(isa: Isa, pool: &Pool, w: &CpuLinear, x: *const u32, rows: usize, out: &mut CpuTensor, accumulate: bool) {
-    let job = Job {
-        weights: w.lines.as_ptr().cast(),
-        steps: steps(w.k, w.dtype),
-        x,
-        out: Shared::new(out.data_mut()),
-        n: w.n,
-        accumulate,
-    };
+fn product(isa: Isa, pool: &Pool, w: &CpuLinear, x: &[u32], rows: usize, out: &mut CpuTensor, accumulate: bool) {
+    let x_row = words(isa, w.dtype, w.k);
+    let out = Shared::new(out.data_mut());
     let flops = 2 * rows * w.n * w.k;
     let panels = w.n.div_ceil(PANEL);
     let threads = pool.split(flops);
@@ -246,11 +175,79 @@ fn product(isa: Isa, pool: &Pool, w: &CpuLinear, x: *const u32, rows: usize, out
         across = panels.min(threads * TASKS_PER_THREAD);
         down = (threads * TASKS_PER_THREAD / across).min(rows / TASK_ROWS).max(1);
     }
+    let output = Output { to: &out, at: 0, row: w.n, first_col: 0, accumulate };
     pool.run(across * down, flops, |task| {
         let panels = share(panels, task / down, across);
-        let rows = share(rows, task % down, down);
-        run(isa, w.dtype, &job, rows, panels.start * PANEL..panels.end * PANEL);
+        let input = Input { x, row: x_row, take: None };
+        // SAFETY: blocks of different tasks are disjoint.
+        unsafe { block_of(isa, w, input, &output, share(rows, task % down, down), panels) };
     });
+}
+
+/// Activations as [`lay_out`] writes them.
+#[derive(Clone, Copy)]
+pub(super) struct Input<'a> {
+    /// The rows.
+    pub x: &'a [u32],
+    /// Words from a row to the next.
+    pub row: usize,
+    /// The row of `x` that each row of the product takes; `None`: its own.
+    pub take: Option<&'a [u32]>,
+}
+
+/// Where a product goes.
+pub(super) struct Output<'a> {
+    /// Numbers of which the product is a part.
+    pub to: &'a Shared<'a, f32>,
+    /// Where the column `first_col` of the first row is.
+    pub at: usize,
+    /// From a row to the next.
+    pub row: usize,
+    /// First column that is computed.
+    pub first_col: usize,
+    /// Add to what is there.
+    pub accumulate: bool,
+}
+
+/// The `rows` of a product in the columns of `panels`, as far as there are columns.
+///
+/// # Safety
+/// Nobody else uses that part of the output meanwhile.
+///
+/// # Panics
+/// If a row of the input or of the output lies outside.
+pub(super) unsafe fn block_of(
+    isa: Isa,
+    w: &CpuLinear,
+    input: Input<'_>,
+    output: &Output<'_>,
+    rows: Range<usize>,
+    panels: Range<usize>,
+) {
+    if rows.is_empty() || panels.is_empty() {
+        return;
+    }
+    let need = words(isa, w.dtype, w.k);
+    let last = match input.take {
+        Some(take) => take[rows.clone()].iter().copied().max().map_or(0, |row| row as usize),
+        None => rows.end - 1,
+    };
+    assert!(last * input.row + need <= input.x.len(), "activations of a linear layer end before row {last}");
+    debug_assert!(panels.end <= w.n.div_ceil(PANEL) && output.first_col <= panels.start * PANEL);
+    let job = Job {
+        weights: w.lines.as_ptr().cast(),
+        steps: steps(w.k, w.dtype),
+        x: input.x.as_ptr(),
+        x_row: input.row,
+        take: input.take,
+        out: output.to,
+        out_at: output.at,
+        out_row: output.row,
+        first_col: output.first_col,
+        n: w.n,
+        accumulate: output.accumulate,
+    };
+    run(isa, w.dtype, &job, rows, panels.start * PANEL..panels.end * PANEL);
 }
 
 /// A block of the product with the kernel of this instruction set.

@@ -4,7 +4,8 @@
 
 mod attention;
 mod conv;
-mod delta;
+mod experts;
+mod heads;
 mod isa;
 mod kv;
 mod linear;
@@ -13,6 +14,7 @@ mod matmul;
 mod pool;
 mod rope;
 mod rows;
+mod scan;
 mod tensor;
 
 use std::ops::Range;
@@ -20,14 +22,16 @@ use std::ops::Range;
 use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
 
 use crate::{
-    AttentionRows, AttentionShape, Backend, Cols, ConvFold, DeltaInputs, DeltaShape, Fold, Gate, KvShape, RopeSpec,
+    Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, Expert, Fold, Form, GatedNorm, HeadCols,
+    KvShape, RopeSpec, RouteSpec, ScanInputs, ScanShape,
 };
 
-pub use delta::CpuCarry;
+pub use experts::CpuRouting;
 pub use isa::Isa;
 pub use kv::{CpuKv, KEY_BLOCK};
 pub use linear::CpuLinear;
 pub use rope::CpuRope;
+pub use scan::CpuCarry;
 pub use tensor::CpuTensor;
 
 use pool::Pool;
@@ -69,6 +73,7 @@ impl Backend for Cpu {
     type Linear = CpuLinear;
     type Rope = CpuRope;
     type Carry = CpuCarry;
+    type Routing = CpuRouting;
 
     fn kernel_set(&self) -> String {
         self.isa.kernel_set().to_string()
@@ -139,8 +144,48 @@ impl Backend for Cpu {
         rows::silu_mul(self.isa, &self.pool, x, out);
     }
 
-    fn gate(&self, x: &mut CpuTensor, g: Cols<'_, Self>, gate: Gate) {
-        rows::gate(self.isa, &self.pool, x, g, gate);
+    fn gate(&self, x: &mut CpuTensor, g: Cols<'_, Self>, width: usize, activation: Activation) {
+        rows::gate(self.isa, &self.pool, x, g, width, activation);
+    }
+
+    fn activate(&self, x: &mut CpuTensor, cols: Range<usize>, activation: Activation) {
+        rows::activate(self.isa, &self.pool, x, cols, activation);
+    }
+
+    fn mix(&self, acc: &mut CpuTensor, a: f32, x: &CpuTensor, b: f32) {
+        rows::mix(self.isa, &self.pool, acc, a, x, b);
+    }
+
+    fn copy_heads(
+        &self,
+        from: &CpuTensor,
+        at_from: HeadCols,
+        heads: usize,
+        width: usize,
+        to: &mut CpuTensor,
+        at_to: HeadCols,
+    ) {
+        heads::copy(&self.pool, from, at_from, heads, width, to, at_to);
+    }
+
+    fn head_linear(&self, ws: &[CpuLinear], x: &CpuTensor, at_x: HeadCols, out: &mut CpuTensor, at_out: HeadCols) {
+        heads::linear(self.isa, &self.pool, ws, x, at_x, out, at_out);
+    }
+
+    fn rotate(&self, x: &mut CpuTensor, col: usize, heads: usize, d: usize, positions: &[i64], rope: &CpuRope) {
+        heads::rotate(self.isa, &self.pool, x, col, heads, d, positions, rope);
+    }
+
+    fn routing(&self) -> CpuRouting {
+        CpuRouting::default()
+    }
+
+    fn route(&self, spec: &RouteSpec, logits: &CpuTensor, bias: Option<&CpuTensor>, routing: &mut CpuRouting) {
+        experts::route(self.isa, &self.pool, spec, logits, bias, routing);
+    }
+
+    fn experts(&self, experts: &[Expert<Self>], routing: &CpuRouting, x: &CpuTensor, acc: &mut CpuTensor) {
+        experts::experts(self.isa, &self.pool, experts, routing, x, acc);
     }
 
     fn conv(
@@ -154,34 +199,20 @@ impl Backend for Cpu {
         conv::conv(self.isa, &self.pool, x, weight, bias, folds, out);
     }
 
-    fn gated_delta(
-        &self,
-        shape: DeltaShape,
-        inputs: DeltaInputs<'_, Self>,
-        folds: &mut [Fold<'_, Self>],
-        out: &mut CpuTensor,
-    ) {
-        delta::gated_delta(self.isa, &self.pool, shape, inputs, folds, out);
+    fn scan(&self, shape: ScanShape, inputs: ScanInputs<'_, Self>, folds: &mut [Fold<'_, Self>], out: &mut CpuTensor) {
+        scan::scan(self.isa, &self.pool, shape, inputs, folds, out);
     }
 
-    fn carry(&self, heads: usize, d_k: usize, d_v: usize) -> CpuCarry {
-        CpuCarry::new(heads, d_k, d_v)
+    fn carry(&self, shape: ScanShape, form: Form) -> CpuCarry {
+        CpuCarry::new(shape, form)
     }
 
     fn finish(&self, carry: CpuCarry, state: &CpuTensor) -> (Transition<CpuTensor>, CpuTensor) {
-        delta::finish(self.isa, &self.pool, carry, state)
+        scan::finish(self.isa, &self.pool, carry, state)
     }
 
-    fn gated_norm(
-        &self,
-        o: &CpuTensor,
-        weight: &CpuTensor,
-        eps: f32,
-        g: Cols<'_, Self>,
-        gate: Gate,
-        out: &mut CpuTensor,
-    ) {
-        rows::gated_norm(self.isa, &self.pool, o, weight, eps, g, gate, out);
+    fn gated_norm(&self, spec: GatedNorm, o: &CpuTensor, weight: &CpuTensor, g: Cols<'_, Self>, out: &mut CpuTensor) {
+        rows::gated_norm(self.isa, &self.pool, spec, o, weight, g, out);
     }
 
     fn rope(&self, spec: &RopeSpec) -> CpuRope {
@@ -205,7 +236,7 @@ impl Backend for Cpu {
         kv: &mut CpuKv,
         rows: Range<usize>,
         k: Cols<'_, Self>,
-        v: Cols<'_, Self>,
+        v: Option<Cols<'_, Self>>,
         positions: &[i64],
         rope: Option<&CpuRope>,
     ) {

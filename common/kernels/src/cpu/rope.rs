@@ -24,6 +24,11 @@ impl CpuRope {
         CpuRope { spec: spec.clone(), table: RwLock::default() }
     }
 
+    /// What it was made of.
+    pub(super) fn spec(&self) -> &RopeSpec {
+        &self.spec
+    }
+
     /// Dimensions of a head that the rotation needs to be there.
     pub(super) fn needs(&self) -> usize {
         self.spec.offset + 2 * self.spec.inv_freq.len()

@@ -3,10 +3,12 @@
 //! A sum of squares has [`LANES`] partial sums added in a fixed order, so that it has the same bits on every
 //! instruction set and however the rows are split.
 
+use std::ops::Range;
+
 use super::math::{per_isa, sigmoid, silu};
 use super::pool::{Pool, Shared};
 use super::{Cpu, CpuTensor, Isa};
-use crate::{Cols, DeviceTensor, Gate};
+use crate::{Activation, Cols, DeviceTensor, GatedNorm};
 
 /// Partial sums of a reduction.
 const LANES: usize = 16;
@@ -14,6 +16,8 @@ const LANES: usize = 16;
 const NORM_FLOPS: usize = 4;
 /// About how many operations a gate's exponential costs an element.
 const GATE_FLOPS: usize = 24;
+/// About how many operations a sum that comes from memory costs an element.
+const MIX_FLOPS: usize = 4;
 
 /// Tasks for each thread: enough to even out threads that are held up.
 const TASKS_PER_THREAD: usize = 2;
@@ -89,38 +93,90 @@ per_isa! {
 }
 
 per_isa! {
-    fn silu_mul_row(x: &[f32], out: &mut [f32]) {
-        let (gate, up) = x.split_at(out.len());
+    /// `out = silu(gate) * up`.
+    pub(super) fn silu_mul_row(gate: &[f32], up: &[f32], out: &mut [f32]) {
         for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
             *out = silu(*gate) * up;
         }
     }
 }
 
-/// `x *= gate(g)`.
+/// `max(x, 0)^2`; NaN goes through.
 #[inline(always)]
-fn gate_strip(x: &mut [f32], g: &[f32], gate: Gate) {
-    match gate {
-        Gate::Silu => x.iter_mut().zip(g).for_each(|(x, g)| *x *= silu(*g)),
-        Gate::Sigmoid => x.iter_mut().zip(g).for_each(|(x, g)| *x *= sigmoid(*g)),
+fn squared_relu(x: f32) -> f32 {
+    let positive = if x < 0.0 { 0.0 } else { x };
+    positive * positive
+}
+
+/// `to[i] <- join(to[i], activation(from[i]))`.
+#[inline(always)]
+fn activated(activation: Activation, to: &mut [f32], from: &[f32], join: impl Fn(f32, f32) -> f32) {
+    let pairs = to.iter_mut().zip(from);
+    match activation {
+        Activation::Silu => pairs.for_each(|(to, x)| *to = join(*to, silu(*x))),
+        Activation::Sigmoid => pairs.for_each(|(to, x)| *to = join(*to, sigmoid(*x))),
+        Activation::SquaredRelu => pairs.for_each(|(to, x)| *to = join(*to, squared_relu(*x))),
+    }
+}
+
+/// `x *= activation(g)`.
+#[inline(always)]
+fn gate_strip(x: &mut [f32], g: &[f32], activation: Activation) {
+    activated(activation, x, g, |x, factor| x * factor);
+}
+
+per_isa! {
+    /// `x *= activation(g)`, a number of `g` for `width` of `x`.
+    fn gate_row(x: &mut [f32], g: &[f32], width: usize, activation: Activation) {
+        if width == 1 {
+            return gate_strip(x, g, activation);
+        }
+        for (x, g) in x.chunks_exact_mut(width).zip(g) {
+            let mut factor = [0.0];
+            activated(activation, &mut factor, std::slice::from_ref(g), |_, factor| factor);
+            x.iter_mut().for_each(|x| *x *= factor[0]);
+        }
     }
 }
 
 per_isa! {
-    fn gate_row(x: &mut [f32], g: &[f32], gate: Gate) {
-        gate_strip(x, g, gate);
+    fn activate_row(x: &mut [f32], activation: Activation) {
+        match activation {
+            Activation::Silu => x.iter_mut().for_each(|x| *x = silu(*x)),
+            Activation::Sigmoid => x.iter_mut().for_each(|x| *x = sigmoid(*x)),
+            Activation::SquaredRelu => x.iter_mut().for_each(|x| *x = squared_relu(*x)),
+        }
     }
 }
 
 per_isa! {
-    fn gated_norm_row(o: &[f32], weight: &[f32], eps: f32, g: &[f32], gate: Gate, out: &mut [f32]) {
-        let width = weight.len();
-        for ((out, o), g) in out.chunks_exact_mut(width).zip(o.chunks_exact(width)).zip(g.chunks_exact(width)) {
-            let scale = norm_scale(o, eps);
-            for ((out, o), weight) in out.iter_mut().zip(o).zip(weight) {
-                *out = o * scale * weight;
+    fn mix_row(acc: &mut [f32], a: f32, x: &[f32], b: f32) {
+        if a == 0.0 {
+            // What is overwritten may be anything, NaN too.
+            return acc.iter_mut().zip(x).for_each(|(acc, x)| *acc = b * x);
+        }
+        acc.iter_mut().zip(x).for_each(|(acc, x)| *acc = a * *acc + b * x);
+    }
+}
+
+per_isa! {
+    fn gated_norm_row(spec: GatedNorm, o: &[f32], weight: &[f32], g: &[f32], out: &mut [f32]) {
+        let GatedNorm { group, eps, activation, gate_first } = spec;
+        let weights = weight.chunks_exact(group).cycle();
+        let parts = o.chunks_exact(group).zip(g.chunks_exact(group)).zip(weights);
+        for (out, ((o, g), weight)) in out.chunks_exact_mut(group).zip(parts) {
+            if gate_first {
+                out.copy_from_slice(o);
+                gate_strip(out, g, activation);
+                let scale = norm_scale(out, eps);
+                out.iter_mut().zip(weight).for_each(|(out, weight)| *out = *out * scale * weight);
+            } else {
+                let scale = norm_scale(o, eps);
+                for ((out, o), weight) in out.iter_mut().zip(o).zip(weight) {
+                    *out = o * scale * weight;
+                }
+                gate_strip(out, g, activation);
             }
-            gate_strip(out, g, gate);
         }
     }
 }
@@ -185,40 +241,65 @@ pub(super) fn silu_mul(isa: Isa, pool: &Pool, x: &CpuTensor, out: &mut CpuTensor
     assert!(cols.is_multiple_of(2), "silu_mul of an odd number of columns, {cols}");
     out.resize(&[rows, cols / 2]);
     each_row(pool, out.data_mut(), cols / 2, GATE_FLOPS, |row, out| {
-        silu_mul_row(isa, &x.data()[row * cols..][..cols], out);
+        let (gate, up) = x.data()[row * cols..][..cols].split_at(cols / 2);
+        silu_mul_row(isa, gate, up, out);
     });
 }
 
-/// `x [rows, k] *= gate(g)`, `g` being `k` columns.
-pub(super) fn gate(isa: Isa, pool: &Pool, x: &mut CpuTensor, g: Cols<'_, Cpu>, gate: Gate) {
-    let (rows, width) = (x.rows(), x.cols());
-    check_columns("gate", g, rows, width);
-    each_row(pool, x.data_mut(), width, GATE_FLOPS, |row, x| gate_row(isa, x, columns(g, row, width), gate));
+/// `x [rows, k] *= activation(g)`, each of `g`'s `k / width` columns serving `width` columns of `x`.
+pub(super) fn gate(isa: Isa, pool: &Pool, x: &mut CpuTensor, g: Cols<'_, Cpu>, width: usize, activation: Activation) {
+    let (rows, cols) = (x.rows(), x.cols());
+    assert!(width > 0 && cols.is_multiple_of(width), "gate of {cols} columns in stretches of {width}");
+    let gates = cols / width;
+    check_columns("gate", g, rows, gates);
+    each_row(pool, x.data_mut(), cols, GATE_FLOPS, |row, x| {
+        gate_row(isa, x, columns(g, row, gates), width, activation)
+    });
 }
 
-/// `out = norm(o) * weight * gate(g)`, the norm over each `weight.len()` columns.
-#[allow(clippy::too_many_arguments)]
+/// `x <- activation(x)` in the columns `cols`.
+pub(super) fn activate(isa: Isa, pool: &Pool, x: &mut CpuTensor, cols: Range<usize>, activation: Activation) {
+    let all = x.cols();
+    assert!(cols.start <= cols.end && cols.end <= all, "activate of columns {cols:?} of {all}");
+    each_row(pool, x.data_mut(), all, GATE_FLOPS, |_, row| activate_row(isa, &mut row[cols.clone()], activation));
+}
+
+/// `acc <- a acc + b x`; `acc` is not read if `a` is 0.
+pub(super) fn mix(isa: Isa, pool: &Pool, acc: &mut CpuTensor, a: f32, x: &CpuTensor, b: f32) {
+    assert_eq!(acc.shape(), x.shape(), "mix of matrices of different shapes");
+    let width = x.cols();
+    each_row(pool, acc.data_mut(), width, MIX_FLOPS, |row, acc| {
+        mix_row(isa, acc, a, &x.data()[row * width..][..width], b)
+    });
+}
+
+/// `out = norm(o) * weight * activation(g)`, or `norm(o * activation(g)) * weight`, the norm over each group of columns.
 pub(super) fn gated_norm(
     isa: Isa,
     pool: &Pool,
+    spec: GatedNorm,
     o: &CpuTensor,
     weight: &CpuTensor,
-    eps: f32,
     g: Cols<'_, Cpu>,
-    gate: Gate,
     out: &mut CpuTensor,
 ) {
     let (rows, width) = (o.rows(), o.cols());
     check_columns("gated_norm", g, rows, width);
+    assert!(
+        spec.group > 0 && width.is_multiple_of(spec.group),
+        "gated_norm of {width} columns in groups of {}",
+        spec.group
+    );
+    let weights = weight.shape();
+    assert!(
+        weights == [spec.group] || weights == [width],
+        "gated_norm: weight {weights:?} for {width} columns in groups of {}",
+        spec.group
+    );
     out.resize(&[rows, width]);
-    if width == 0 {
-        return;
-    }
-    let head = weight.cols();
-    assert!(head > 0 && width.is_multiple_of(head), "gated_norm of {width} columns in heads of {head}");
     each_row(pool, out.data_mut(), width, NORM_FLOPS + GATE_FLOPS, |row, out| {
         let o = &o.data()[row * width..][..width];
-        gated_norm_row(isa, o, weight.data(), eps, columns(g, row, width), gate, out);
+        gated_norm_row(isa, spec, o, weight.data(), columns(g, row, width), out);
     });
 }
 

@@ -15,6 +15,7 @@ pub(super) fn attention<R: Real>(
 ) {
     let AttentionShape { heads, kv, .. } = shape;
     assert!(kv.heads > 0 && heads % kv.heads == 0, "attention: {heads} heads are no multiple of {}", kv.heads);
+    assert!(!kv.shared || kv.d_v <= kv.d_k, "attention: values of {} numbers of keys of {}", kv.d_v, kv.d_k);
     let rows = q.mat.shape[0];
     out.resize(&[rows, heads * kv.d_v]);
     for sequence in sequences {
@@ -35,10 +36,11 @@ fn check_sequence<R: Real>(shape: AttentionShape, sequence: &AttentionRows<'_, R
     let AttentionRows { rows: range, positions, spans, own } = sequence;
     check::range(OP, "rows", range, rows);
     assert_eq!(positions.len(), range.len(), "{OP}: {} positions for rows {range:?}", positions.len());
-    assert_eq!(own.shape, shape.kv, "{OP}: own K/V are {:?}, the layer's {:?}", own.shape, shape.kv);
+    let stored = shape.kv.stored();
+    assert_eq!(own.shape, stored, "{OP}: own K/V are {:?}, the layer's {:?}", own.shape, shape.kv);
     assert!(own.len() >= range.len(), "{OP}: {} own tokens for rows {range:?}: append them first", own.len());
     for span in spans {
-        assert_eq!(span.kv.shape, shape.kv, "{OP}: a span's K/V are {:?}, the layer's {:?}", span.kv.shape, shape.kv);
+        assert_eq!(span.kv.shape, stored, "{OP}: a span's K/V are {:?}, the layer's {:?}", span.kv.shape, shape.kv);
         check::range(OP, "span", &span.range, span.kv.len());
     }
 }
@@ -64,7 +66,7 @@ fn visible<'a, R: Real>(
         for token in range {
             let dot: R = query.iter().zip(kv.key(token, kv_head)).map(|(q, k)| *q * *k).sum();
             scores.push(dot * scale);
-            values.push(kv.value(token, kv_head));
+            values.push(kv.value(token, kv_head, shape.kv.d_v));
         }
     };
     for span in sequence.spans.iter().filter(|span| index >= span.from_row) {

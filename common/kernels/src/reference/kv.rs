@@ -1,5 +1,5 @@
 //! Stores of keys and values, and rotary embeddings. Keys are rotated when they are appended; what a store holds
-//! is rounded to its dtype.
+//! is rounded to its dtype. Where values are shared, a store holds keys alone.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -20,11 +20,11 @@ pub struct RefKv<R> {
 
 impl<R: Real> RefKv<R> {
     pub(super) fn new(shape: KvShape) -> Self {
-        RefKv { shape, k: Vec::new(), v: Vec::new() }
+        RefKv { shape: shape.stored(), k: Vec::new(), v: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.v.len() / (self.shape.heads * self.shape.d_v)
+        self.k.len() / (self.shape.heads * self.shape.d_k)
     }
 
     pub(super) fn key(&self, token: usize, head: usize) -> &[R] {
@@ -32,21 +32,27 @@ impl<R: Real> RefKv<R> {
         &self.k[(token * heads + head) * d_k..][..d_k]
     }
 
-    pub(super) fn value(&self, token: usize, head: usize) -> &[R] {
-        let KvShape { heads, d_v, .. } = self.shape;
-        &self.v[(token * heads + head) * d_v..][..d_v]
+    /// A value of `d_v` numbers: of a key's, where they are shared.
+    pub(super) fn value(&self, token: usize, head: usize, d_v: usize) -> &[R] {
+        if self.shape.shared {
+            return &self.key(token, head)[..d_v];
+        }
+        &self.v[(token * self.shape.heads + head) * d_v..][..d_v]
     }
 
     pub(super) fn append(
         &mut self,
         rows: Range<usize>,
         k: Columns<'_, R>,
-        v: Columns<'_, R>,
+        v: Option<Columns<'_, R>>,
         positions: &[i64],
         rope: Option<&RefRope<R>>,
     ) {
         check::range("kv_append", "rows of k", &rows, k.mat.shape[0]);
-        check::range("kv_append", "rows of v", &rows, v.mat.shape[0]);
+        if let Some(v) = v {
+            check::range("kv_append", "rows of v", &rows, v.mat.shape[0]);
+        }
+        assert_eq!(v.is_none(), self.shape.shared, "kv_append: values are given if and only if they are not shared");
         assert_eq!(positions.len(), rows.len(), "kv_append: {} positions for rows {rows:?}", positions.len());
         let KvShape { d_k, dtype, .. } = self.shape;
         for (row, &position) in rows.zip(positions) {
@@ -57,7 +63,7 @@ impl<R: Real> RefKv<R> {
                 }
                 self.k.extend(key.into_iter().map(|x| x.round_to(dtype)));
             }
-            self.v.extend(v.row(row).iter().map(|x| x.round_to(dtype)));
+            self.v.extend(v.into_iter().flat_map(|v| v.row(row)).map(|x| x.round_to(dtype)));
         }
     }
 
@@ -79,7 +85,7 @@ impl<R: Real> RefKv<R> {
     }
 
     pub(super) fn download(&self) -> HostKv {
-        let KvShape { heads, d_k, d_v, dtype } = self.shape;
+        let KvShape { heads, d_k, d_v, dtype, .. } = self.shape;
         let host = |d: usize, values: &[R]| {
             let shape = [self.len(), heads, d];
             // Values are already rounded to the dtype, so narrowing them again loses nothing.
@@ -94,7 +100,8 @@ impl<R: Real> RefKv<R> {
     }
 
     pub(super) fn upload(kv: &HostKv, shape: KvShape) -> Self {
-        let KvShape { heads, d_k, d_v, dtype } = shape;
+        let shape = shape.stored();
+        let KvShape { heads, d_k, d_v, dtype, .. } = shape;
         let tokens = kv.k.shape().first().copied().unwrap_or(0);
         let read = |name: &str, t: &HostTensor, d: usize| {
             let want = [tokens, heads, d];
@@ -123,11 +130,18 @@ impl<R: Real> RefRope<R> {
         RefRope { spec: spec.clone(), working: PhantomData }
     }
 
+    /// A head of `d` numbers must have the dimensions that turn.
+    pub(super) fn check(&self, op: &str, d: usize) {
+        let RopeSpec { offset, inv_freq, .. } = &self.spec;
+        let pairs = inv_freq.len();
+        assert!(offset + 2 * pairs <= d, "{op}: {pairs} pairs from dimension {offset} of a head of {d}");
+    }
+
     /// Turn the head `x` to `position`.
     pub(super) fn rotate(&self, x: &mut [R], position: i64) {
         let RopeSpec { offset, inv_freq, interleaved, scale } = &self.spec;
         let pairs = inv_freq.len();
-        assert!(offset + 2 * pairs <= x.len(), "rope: {pairs} pairs from dimension {offset} of a head of {}", x.len());
+        self.check("rope", x.len());
         for (i, freq) in inv_freq.iter().enumerate() {
             let (first, second) =
                 if *interleaved { (offset + 2 * i, offset + 2 * i + 1) } else { (offset + i, offset + i + pairs) };

@@ -6,6 +6,7 @@ use hypic_state::{DType, HostTensor, Stored};
 use super::check;
 use super::real::Real;
 use super::tensor::RefTensor;
+use crate::{DeviceTensor, HeadCols};
 
 /// A weight matrix, row-major as on disk, its values rounded to the dtype it is computed in.
 #[derive(Clone, Debug)]
@@ -28,8 +29,14 @@ impl<R: Real> RefLinear<R> {
         RefLinear { weight: RefTensor::new(&[n, k], data), dtype }
     }
 
+    /// `[n, k]`.
+    pub(super) fn shape(&self) -> [usize; 2] {
+        let [n, k] = self.weight.shape[..] else { unreachable!("a packed weight is a matrix") };
+        [n, k]
+    }
+
     /// `sum_k x[k] W[j, k]` for every j; a 16-bit dtype rounds the activations as well.
-    fn product(&self, x: &[R], mut each: impl FnMut(usize, R)) {
+    pub(super) fn product(&self, x: &[R], mut each: impl FnMut(usize, R)) {
         let x: Vec<R> = x.iter().map(|v| if self.dtype.size() == 2 { v.round_to(self.dtype) } else { *v }).collect();
         for j in 0..self.weight.shape[0] {
             each(j, x.iter().zip(self.weight.row(j)).map(|(x, w)| *x * *w).sum());
@@ -38,7 +45,7 @@ impl<R: Real> RefLinear<R> {
 
     pub(super) fn linear(&self, x: &RefTensor<R>, out: &mut RefTensor<R>) {
         let (rows, k) = check::matrix("linear", "x", x);
-        let [n, want] = self.weight.shape[..] else { unreachable!("a packed weight is a matrix") };
+        let [n, want] = self.shape();
         assert_eq!(k, want, "linear: x {:?} against weight [{n}, {want}]", x.shape);
         out.resize(&[rows, n]);
         for i in 0..rows {
@@ -49,7 +56,7 @@ impl<R: Real> RefLinear<R> {
 
     pub(super) fn linear_add(&self, x: &RefTensor<R>, acc: &mut RefTensor<R>) {
         let (rows, k) = check::matrix("linear_add", "x", x);
-        let [n, want] = self.weight.shape[..] else { unreachable!("a packed weight is a matrix") };
+        let [n, want] = self.shape();
         assert_eq!(k, want, "linear_add: x {:?} against weight [{n}, {want}]", x.shape);
         check::shape("linear_add", "acc", acc, &[rows, n]);
         for i in 0..rows {
@@ -59,11 +66,33 @@ impl<R: Real> RefLinear<R> {
     }
 
     pub(super) fn embed(&self, ids: &[u32], out: &mut RefTensor<R>) {
-        let [n, k] = self.weight.shape[..] else { unreachable!("a packed weight is a matrix") };
+        let [n, k] = self.shape();
         out.resize(&[ids.len(), k]);
         for (i, &id) in ids.iter().enumerate() {
             assert!((id as usize) < n, "embed: id {id} is no row of weight [{n}, {k}]");
             out.row_mut(i).copy_from_slice(self.weight.row(id as usize));
+        }
+    }
+}
+
+pub(super) fn head_linear<R: Real>(
+    ws: &[RefLinear<R>],
+    x: &RefTensor<R>,
+    at_x: HeadCols,
+    out: &mut RefTensor<R>,
+    at_out: HeadCols,
+) {
+    let (rows, _) = check::matrix("head_linear", "x", x);
+    check::shape("head_linear", "out", out, &[rows, out.cols()]);
+    let Some(first) = ws.first() else { return };
+    let [n, k] = first.shape();
+    check::heads("head_linear", "x", x, at_x, ws.len(), k);
+    check::heads("head_linear", "out", out, at_out, ws.len(), n);
+    for (h, w) in ws.iter().enumerate() {
+        assert_eq!(w.shape(), [n, k], "head_linear: weight of head {h} is {:?}, of head 0 [{n}, {k}]", w.shape());
+        for i in 0..rows {
+            let to = &mut out.row_mut(i)[at_out.col + h * at_out.stride..][..n];
+            w.product(&x.row(i)[at_x.col + h * at_x.stride..][..k], |j, y| to[j] = y);
         }
     }
 }

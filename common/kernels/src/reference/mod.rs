@@ -7,11 +7,12 @@
 mod attention;
 mod check;
 mod conv;
-mod delta;
+mod experts;
 mod kv;
 mod linear;
 mod real;
 mod rows;
+mod scan;
 mod tensor;
 
 use std::marker::PhantomData;
@@ -20,14 +21,15 @@ use std::ops::Range;
 use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
 
 use crate::{
-    AttentionRows, AttentionShape, Backend, Cols, ConvFold, DeltaInputs, DeltaShape, DeviceTensor, Fold, Gate, KvShape,
-    RopeSpec,
+    Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, DeviceTensor, Expert, Fold, Form, GatedNorm,
+    HeadCols, KvShape, RopeSpec, RouteSpec, ScanInputs, ScanShape,
 };
 
-pub use delta::RefCarry;
+pub use experts::RefRouting;
 pub use kv::{RefKv, RefRope};
 pub use linear::RefLinear;
 pub use real::Real;
+pub use scan::RefCarry;
 pub use tensor::RefTensor;
 
 /// The scalar backend in working precision `R`: f64 or f32.
@@ -64,6 +66,7 @@ impl<R: Real> Backend for Reference<R> {
     type Linear = RefLinear<R>;
     type Rope = RefRope<R>;
     type Carry = RefCarry<R>;
+    type Routing = RefRouting<R>;
 
     fn kernel_set(&self) -> String {
         format!("reference-{}-v1", R::DTYPE)
@@ -129,9 +132,57 @@ impl<R: Real> Backend for Reference<R> {
         rows::silu_mul(x, out);
     }
 
-    fn gate(&self, x: &mut RefTensor<R>, g: Cols<'_, Self>, gate: Gate) {
-        let g = check::cols("gate", "g", g, x.cols());
-        rows::gate(x, g, gate);
+    fn gate(&self, x: &mut RefTensor<R>, g: Cols<'_, Self>, width: usize, activation: Activation) {
+        let k = x.cols();
+        assert!(width > 0 && k.is_multiple_of(width), "gate: {k} columns of x in stretches of {width}");
+        rows::gate(x, check::cols("gate", "g", g, k / width), width, activation);
+    }
+
+    fn activate(&self, x: &mut RefTensor<R>, cols: Range<usize>, activation: Activation) {
+        rows::activate(x, cols, activation);
+    }
+
+    fn mix(&self, acc: &mut RefTensor<R>, a: f32, x: &RefTensor<R>, b: f32) {
+        rows::mix(acc, a, x, b);
+    }
+
+    fn copy_heads(
+        &self,
+        from: &RefTensor<R>,
+        at_from: HeadCols,
+        heads: usize,
+        width: usize,
+        to: &mut RefTensor<R>,
+        at_to: HeadCols,
+    ) {
+        rows::copy_heads(from, at_from, heads, width, to, at_to);
+    }
+
+    fn head_linear(
+        &self,
+        ws: &[RefLinear<R>],
+        x: &RefTensor<R>,
+        at_x: HeadCols,
+        out: &mut RefTensor<R>,
+        at_out: HeadCols,
+    ) {
+        linear::head_linear(ws, x, at_x, out, at_out);
+    }
+
+    fn rotate(&self, x: &mut RefTensor<R>, col: usize, heads: usize, d: usize, positions: &[i64], rope: &RefRope<R>) {
+        rows::rotate(x, col, heads, d, positions, rope);
+    }
+
+    fn routing(&self) -> RefRouting<R> {
+        RefRouting::default()
+    }
+
+    fn route(&self, spec: &RouteSpec, logits: &RefTensor<R>, bias: Option<&RefTensor<R>>, routing: &mut RefRouting<R>) {
+        experts::route(spec, logits, bias, routing);
+    }
+
+    fn experts(&self, experts: &[Expert<Self>], routing: &RefRouting<R>, x: &RefTensor<R>, acc: &mut RefTensor<R>) {
+        experts::experts(experts, routing, x, acc);
     }
 
     fn conv(
@@ -146,18 +197,18 @@ impl<R: Real> Backend for Reference<R> {
         conv::conv(x, weight, bias, folds, out);
     }
 
-    fn gated_delta(
+    fn scan(
         &self,
-        shape: DeltaShape,
-        inputs: DeltaInputs<'_, Self>,
+        shape: ScanShape,
+        inputs: ScanInputs<'_, Self>,
         folds: &mut [Fold<'_, Self>],
         out: &mut RefTensor<R>,
     ) {
-        delta::gated_delta(shape, inputs, folds, out);
+        scan::scan(shape, inputs, folds, out);
     }
 
-    fn carry(&self, heads: usize, d_k: usize, d_v: usize) -> RefCarry<R> {
-        RefCarry::new(heads, d_k, d_v)
+    fn carry(&self, shape: ScanShape, form: Form) -> RefCarry<R> {
+        RefCarry::new(shape, form)
     }
 
     fn finish(&self, carry: RefCarry<R>, state: &RefTensor<R>) -> (Transition<RefTensor<R>>, RefTensor<R>) {
@@ -166,15 +217,14 @@ impl<R: Real> Backend for Reference<R> {
 
     fn gated_norm(
         &self,
+        spec: GatedNorm,
         o: &RefTensor<R>,
         weight: &RefTensor<R>,
-        eps: f32,
         g: Cols<'_, Self>,
-        gate: Gate,
         out: &mut RefTensor<R>,
     ) {
         let g = check::cols("gated_norm", "g", g, o.cols());
-        rows::gated_norm(o, weight, eps, g, gate, out);
+        rows::gated_norm(spec, o, weight, g, out);
     }
 
     fn rope(&self, spec: &RopeSpec) -> RefRope<R> {
@@ -198,12 +248,12 @@ impl<R: Real> Backend for Reference<R> {
         kv: &mut RefKv<R>,
         rows: Range<usize>,
         k: Cols<'_, Self>,
-        v: Cols<'_, Self>,
+        v: Option<Cols<'_, Self>>,
         positions: &[i64],
         rope: Option<&RefRope<R>>,
     ) {
         let k = check::cols("kv_append", "k", k, kv.shape.heads * kv.shape.d_k);
-        let v = check::cols("kv_append", "v", v, kv.shape.heads * kv.shape.d_v);
+        let v = v.map(|v| check::cols("kv_append", "v", v, kv.shape.heads * kv.shape.d_v));
         kv.append(rows, k, v, positions, rope);
     }
 

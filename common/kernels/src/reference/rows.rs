@@ -1,14 +1,19 @@
-//! Steps that treat every row alone: norms, gates, gathers.
+//! Steps that treat every row alone: norms, gates, rotations, copies.
 
+use std::ops::Range;
+
+use super::kv::RefRope;
 use super::real::Real;
 use super::tensor::RefTensor;
 use super::{Columns, check};
-use crate::{DeviceTensor, Gate};
+use crate::{Activation, DeviceTensor, GatedNorm, HeadCols};
 
-fn activate<R: Real>(gate: Gate, x: R) -> R {
-    match gate {
-        Gate::Silu => x.silu(),
-        Gate::Sigmoid => x.sigmoid(),
+fn activated<R: Real>(activation: Activation, x: R) -> R {
+    match activation {
+        Activation::Silu => x.silu(),
+        Activation::Sigmoid => x.sigmoid(),
+        Activation::SquaredRelu if x < R::ZERO => R::ZERO,
+        Activation::SquaredRelu => x * x,
     }
 }
 
@@ -58,43 +63,113 @@ pub(super) fn silu_mul<R: Real>(x: &RefTensor<R>, out: &mut RefTensor<R>) {
     let f = two_f / 2;
     out.resize(&[rows, f]);
     for i in 0..rows {
-        let (gate, up) = x.row(i).split_at(f);
-        for (o, (g, u)) in out.row_mut(i).iter_mut().zip(gate.iter().zip(up)) {
-            *o = g.silu() * *u;
+        silu_mul_row(x.row(i), out.row_mut(i));
+    }
+}
+
+/// `silu(gate) * up` of a row `[gate | up]`.
+pub(super) fn silu_mul_row<R: Real>(x: &[R], out: &mut [R]) {
+    let (gate, up) = x.split_at(out.len());
+    for (o, (g, u)) in out.iter_mut().zip(gate.iter().zip(up)) {
+        *o = g.silu() * *u;
+    }
+}
+
+pub(super) fn gate<R: Real>(x: &mut RefTensor<R>, g: Columns<'_, R>, width: usize, activation: Activation) {
+    let (rows, _) = check::matrix("gate", "x", x);
+    check::shape("gate", "g", g.mat, &[rows, g.mat.cols()]);
+    for i in 0..rows {
+        for (x, g) in x.row_mut(i).chunks_mut(width).zip(g.row(i)) {
+            let factor = activated(activation, *g);
+            x.iter_mut().for_each(|x| *x = *x * factor);
         }
     }
 }
 
-pub(super) fn gate<R: Real>(x: &mut RefTensor<R>, g: Columns<'_, R>, gate: Gate) {
-    let (rows, _) = check::matrix("gate", "x", x);
-    check::shape("gate", "g", g.mat, &[rows, g.mat.cols()]);
+pub(super) fn activate<R: Real>(x: &mut RefTensor<R>, cols: Range<usize>, activation: Activation) {
+    let (rows, k) = check::matrix("activate", "x", x);
+    check::range("activate", "cols", &cols, k);
     for i in 0..rows {
-        for (x, g) in x.row_mut(i).iter_mut().zip(g.row(i)) {
-            *x = *x * activate(gate, *g);
+        x.row_mut(i)[cols.clone()].iter_mut().for_each(|x| *x = activated(activation, *x));
+    }
+}
+
+pub(super) fn mix<R: Real>(acc: &mut RefTensor<R>, a: f32, x: &RefTensor<R>, b: f32) {
+    check::shape("mix", "x", x, acc.shape());
+    let (a, b) = (R::from_f64(f64::from(a)), R::from_f64(f64::from(b)));
+    for (acc, x) in acc.data.iter_mut().zip(&x.data) {
+        // Memory that is overwritten may hold anything.
+        *acc = if a == R::ZERO { b * *x } else { a * *acc + b * *x };
+    }
+}
+
+pub(super) fn copy_heads<R: Real>(
+    from: &RefTensor<R>,
+    at_from: HeadCols,
+    heads: usize,
+    width: usize,
+    to: &mut RefTensor<R>,
+    at_to: HeadCols,
+) {
+    let (rows, _) = check::matrix("copy_heads", "from", from);
+    check::shape("copy_heads", "to", to, &[rows, to.cols()]);
+    check::heads("copy_heads", "from", from, at_from, heads, width);
+    check::heads("copy_heads", "to", to, at_to, heads, width);
+    for i in 0..rows {
+        for h in 0..heads {
+            let head = &from.row(i)[at_from.col + h * at_from.stride..][..width];
+            to.row_mut(i)[at_to.col + h * at_to.stride..][..width].copy_from_slice(head);
+        }
+    }
+}
+
+pub(super) fn rotate<R: Real>(
+    x: &mut RefTensor<R>,
+    col: usize,
+    heads: usize,
+    d: usize,
+    positions: &[i64],
+    rope: &RefRope<R>,
+) {
+    let (rows, _) = check::matrix("rotate", "x", x);
+    check::heads("rotate", "x", x, HeadCols { col, stride: d }, heads, d);
+    assert_eq!(positions.len(), rows, "rotate: {} positions for {rows} rows", positions.len());
+    rope.check("rotate", d);
+    for (i, &position) in positions.iter().enumerate() {
+        for h in 0..heads {
+            rope.rotate(&mut x.row_mut(i)[col + h * d..][..d], position);
         }
     }
 }
 
 pub(super) fn gated_norm<R: Real>(
+    spec: GatedNorm,
     o: &RefTensor<R>,
     weight: &RefTensor<R>,
-    eps: f32,
     g: Columns<'_, R>,
-    gate: Gate,
     out: &mut RefTensor<R>,
 ) {
+    let GatedNorm { group, eps, activation, gate_first } = spec;
     let (rows, k) = check::matrix("gated_norm", "o", o);
-    let d = weight.data.len();
-    check::shape("gated_norm", "weight", weight, &[d]);
-    assert!(d > 0 && k % d == 0, "gated_norm: o {:?} is not made of heads of {d}", o.shape());
+    assert!(group > 0 && k % group == 0, "gated_norm: o {:?} is not made of groups of {group}", o.shape());
+    let weights = weight.data.len();
+    assert!(weights == group || weights == k, "gated_norm: {weights} weights for {k} columns in groups of {group}");
+    check::shape("gated_norm", "weight", weight, &[weights]);
     check::shape("gated_norm", "g", g.mat, &[rows, g.mat.cols()]);
     out.copy_from(o);
     for i in 0..rows {
-        for head in out.row_mut(i).chunks_mut(d) {
-            normalise(head, &weight.data, eps);
+        let row = out.row_mut(i);
+        let gate = |row: &mut [R]| {
+            row.iter_mut().zip(g.row(i)).for_each(|(x, g)| *x = *x * activated(activation, *g));
+        };
+        if gate_first {
+            gate(row);
         }
-        for (x, g) in out.row_mut(i).iter_mut().zip(g.row(i)) {
-            *x = *x * activate(gate, *g);
+        for (part, weight) in row.chunks_mut(group).zip(weight.data.chunks(group).cycle()) {
+            normalise(part, weight, eps);
+        }
+        if !gate_first {
+            gate(row);
         }
     }
 }

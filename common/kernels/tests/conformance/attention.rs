@@ -62,7 +62,7 @@ pub fn block_edges_match<B: Backend>(b: &B) {
         for rows in [1, 2, 3, 9] {
             for dtype in [DType::F32, DType::Bf16] {
                 let mut rng = Rng::new(3100 + keys as u64);
-                let kv = KvShape { heads: 2, d_k: 16, d_v: 24, dtype };
+                let kv = KvShape { heads: 2, d_k: 16, d_v: 24, shared: false, dtype };
                 let shape = AttentionShape { heads: 4, kv, scale: 0.25 };
                 let mut case = simple(&mut rng, shape, rows, keys - 1, 500);
                 case.stores = vec![store(&mut rng, kv, keys + 3)];
@@ -75,12 +75,57 @@ pub fn block_edges_match<B: Backend>(b: &B) {
     }
 }
 
+/// Latent attention as models have it: one wide key for many heads, of which the latent is the value and the rest, which
+/// rotates, is not.
+pub fn latent_heads_match<B: Backend>(b: &B) {
+    let r = reference();
+    let kv = KvShape { heads: 1, d_k: 144, d_v: 128, shared: true, dtype: DType::F32 };
+    for (seed, (rows, earlier)) in [(1, 90), (5, 0), (9, 70)].into_iter().enumerate() {
+        for dtype in [DType::F32, DType::Bf16] {
+            for interleaved in [false, true] {
+                let mut rng = Rng::new(3150 + seed as u64);
+                let shape = AttentionShape { heads: 20, kv: KvShape { dtype, ..kv }, scale: 0.1 };
+                let mut case = simple(&mut rng, shape, rows, earlier, 900);
+                let inv_freq = (0..8).map(|i| 10000f64.powf(-f64::from(i) / 8.0)).collect();
+                case.rope = Some(RopeSpec { offset: 128, inv_freq, interleaved, scale: 1.0 });
+                case.stores = vec![store(&mut rng, shape.kv, 150)];
+                case.sequences[0].spans = vec![SpanCase { store: 0, range: 8..150, origin: 700, from_row: 0 }];
+                let label = format!("{} latent rows={rows} {dtype} {interleaved}", b.kernel_set());
+                close(&label, &run(b, &case)[0], &run(&r, &case)[0], TOLERANCE);
+            }
+        }
+    }
+}
+
+/// Shared values give what the same values give when they are stored.
+pub fn shared_values_are_the_keys<B: Backend>(b: &B) {
+    for seed in 0..12 {
+        let mut rng = Rng::new(3160 + seed);
+        let mut shape = random_shape(&mut rng);
+        shape.kv = KvShape { shared: true, d_v: rng.between(1, shape.kv.d_k), ..shape.kv };
+        let rows = rng.pick(&[1, 5, 70]);
+        let mut case = simple(&mut rng, shape, rows, 75, 100);
+        case.stores = vec![store(&mut rng, shape.kv, 140)];
+        let start = rng.below(40);
+        case.sequences[0].spans = vec![SpanCase { store: 0, range: start..140, origin: -9, from_row: 0 }];
+        let shared = run(b, &case);
+        let KvShape { heads, d_k, d_v, .. } = shape.kv;
+        case.shape.kv.shared = false;
+        for kv in case.stores.iter_mut().chain(&mut case.own) {
+            let v: Vec<f32> = kv.k.to_f32().chunks(d_k).flat_map(|key| key[..d_v].to_vec()).collect();
+            kv.v = HostTensor::from_f32([kv.k.shape()[0], heads, d_v], &v);
+        }
+        let label = format!("{} shared values seed={seed} {shape:?}", b.kernel_set());
+        same_bits(&label, &shared[0], &run(b, &case)[0]);
+    }
+}
+
 /// Angles come from exact distances: rows far out, before the origin, and scores far apart.
 pub fn far_positions_match<B: Backend>(b: &B) {
     let r = reference();
     for (seed, first) in [1_000_000, 99_991, -4_000, 0].into_iter().enumerate() {
         let mut rng = Rng::new(3200 + seed as u64);
-        let kv = KvShape { heads: 1, d_k: 32, d_v: 8, dtype: DType::F32 };
+        let kv = KvShape { heads: 1, d_k: 32, d_v: 8, shared: false, dtype: DType::F32 };
         for scale in [0.2, 20.0] {
             let shape = AttentionShape { heads: 2, kv, scale };
             let mut case = simple(&mut rng, shape, 5, 90, first);
@@ -172,9 +217,14 @@ pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
     for seed in 0..10 {
         let mut rng = Rng::new(3500 + seed);
         let dtype = if is_f64(b) { DType::F64 } else { DType::F32 };
-        let kv = KvShape { dtype, ..random_shape(&mut rng).kv };
-        let shape = AttentionShape { heads: 2 * kv.heads, kv, scale: 0.3 };
+        let mut kv = KvShape { dtype, ..random_shape(&mut rng).kv };
         let spec = rope_spec(&mut rng, kv.d_k);
+        if kv.shared {
+            // Values that turn with the keys depend on where the keys are.
+            let still = spec.as_ref().map_or(kv.d_k, |spec| spec.offset);
+            kv = KvShape { shared: still > 0, d_v: kv.d_v.min(still.max(1)), ..kv };
+        }
+        let shape = AttentionShape { heads: 2 * kv.heads, kv, scale: 0.3 };
         let rope = spec.as_ref().map(|s| b.rope(s));
         let (tokens, rows, origin, first) = (40, 3, 1234, 1300);
         let (k, v) = (rng.tensor(&[tokens, kv.heads * kv.d_k], 1.0), rng.tensor(&[tokens, kv.heads * kv.d_v], 1.0));
@@ -183,7 +233,8 @@ pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
         let append = |store: &mut B::Kv, k: &HostTensor, v: &HostTensor, first: i64| {
             let positions: Vec<i64> = (first..).take(k.shape()[0]).collect();
             let (k, v) = (b.upload(k), b.upload(v));
-            b.kv_append(store, 0..positions.len(), Cols::new(&k, 0), Cols::new(&v, 0), &positions, rope.as_ref());
+            let v = (!kv.shared).then(|| Cols::new(&v, 0));
+            b.kv_append(store, 0..positions.len(), Cols::new(&k, 0), v, &positions, rope.as_ref());
         };
         let (mut entry, mut own, mut all) = (b.kv(kv), b.kv(kv), b.kv(kv));
         append(&mut entry, &k, &v, 0);
@@ -209,7 +260,7 @@ pub fn threads_agree() {
         for dtype in [DType::F32, DType::Bf16] {
             for (rows, earlier) in [(1, 3000), (150, 100)] {
                 let mut rng = Rng::new(3600);
-                let kv = KvShape { heads: 2, d_k: 32, d_v: 32, dtype };
+                let kv = KvShape { heads: 2, d_k: 32, d_v: 32, shared: rows > 1, dtype };
                 let shape = AttentionShape { heads: 6, kv, scale: 0.2 };
                 let mut case = simple(&mut rng, shape, rows, earlier, 0);
                 case.stores = vec![store(&mut rng, kv, 700)];

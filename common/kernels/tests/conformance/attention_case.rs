@@ -66,7 +66,8 @@ pub fn run<B: Backend>(b: &B, case: &Case) -> Vec<Vec<f64>> {
 }
 
 pub fn store(rng: &mut Rng, kv: KvShape, tokens: usize) -> HostKv {
-    HostKv { k: rng.tensor(&[tokens, kv.heads, kv.d_k], 1.0), v: rng.tensor(&[tokens, kv.heads, kv.d_v], 1.0) }
+    let d_v = kv.stored().d_v;
+    HostKv { k: rng.tensor(&[tokens, kv.heads, kv.d_k], 1.0), v: rng.tensor(&[tokens, kv.heads, d_v], 1.0) }
 }
 
 /// Frequencies as models have them, over a part of the head.
@@ -87,12 +88,9 @@ pub fn rope_spec(rng: &mut Rng, d_k: usize) -> Option<RopeSpec> {
 pub fn random_shape(rng: &mut Rng) -> AttentionShape {
     let kv_heads = rng.between(1, 3);
     let d_k = rng.pick(&[2, 6, 16, 24, 64]);
-    let kv = KvShape {
-        heads: kv_heads,
-        d_k,
-        d_v: rng.pick(&[1, 5, 16, 20, 64]),
-        dtype: rng.pick(&[DType::F32, DType::Bf16]),
-    };
+    let (shared, d_v) = (rng.chance(0.3), rng.pick(&[1, 5, 16, 20, 64]));
+    let d_v = if shared { d_v.min(d_k) } else { d_v };
+    let kv = KvShape { heads: kv_heads, d_k, d_v, shared, dtype: rng.pick(&[DType::F32, DType::Bf16]) };
     AttentionShape { heads: kv_heads * rng.between(1, 4), kv, scale: (d_k as f32).powf(-0.5) }
 }
 

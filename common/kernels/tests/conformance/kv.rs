@@ -22,7 +22,7 @@ pub fn append_matches<B: Backend>(b: &B) {
         let (heads, d_k, d_v) = SHAPES[seed % SHAPES.len()];
         for dtype in DTYPES {
             let mut rng = Rng::new(4000 + seed as u64);
-            let shape = KvShape { heads, d_k, d_v, dtype };
+            let shape = KvShape { heads, d_k, d_v, shared: seed % 3 == 2, dtype };
             let spec = rope_spec(&mut rng, d_k);
             let (k_col, v_col) = (rng.below(5), rng.below(5));
             let rows = 90;
@@ -39,6 +39,7 @@ pub fn append_matches<B: Backend>(b: &B) {
             for (g, w) in got.k.to_f64().iter().zip(want.k.to_f64()) {
                 within(&label, &[*g], &[w], ulp * w.abs() + 2e-6);
             }
+            assert_eq!(got.v.shape(), [rows, heads, shape.stored().d_v], "{label}");
             same_bits(&label, &got.v.to_f64(), &want.v.to_f64());
         }
     }
@@ -55,7 +56,7 @@ fn appended<B: Backend>(
 ) -> HostKv {
     let rope = spec.as_ref().map(|s| b.rope(s));
     let (k_mat, v_mat) = (b.upload(k.0), b.upload(v.0));
-    let (k, v) = (Cols::new(&k_mat, k.1), Cols::new(&v_mat, v.1));
+    let (k, v) = (Cols::new(&k_mat, k.1), (!shape.shared).then(|| Cols::new(&v_mat, v.1)));
     let mut kv = b.kv(shape);
     for rows in [0..33, 33..33, 33..positions.len()] {
         b.kv_append(&mut kv, rows.clone(), k, v, &positions[rows.clone()], rope.as_ref());
@@ -67,9 +68,10 @@ fn appended<B: Backend>(
 /// Upload, download, copy, truncate and append keep every other token's bits.
 pub fn stores_keep_their_tokens<B: Backend>(b: &B) {
     for (seed, (heads, d_k, d_v)) in SHAPES.into_iter().enumerate() {
-        for dtype in DTYPES {
+        for (dtype, shared) in [(DType::F32, false), (DType::Bf16, false), (DType::F32, true), (DType::Bf16, true)] {
             let mut rng = Rng::new(4100 + seed as u64);
-            let shape = KvShape { heads, d_k, d_v, dtype };
+            let shape = KvShape { heads, d_k, d_v: d_v.min(d_k), shared, dtype };
+            let d_v = shape.stored().d_v;
             let label = format!("{} kv {shape:?}", b.kernel_set());
             assert_eq!(b.kv_len(&b.kv(shape)), 0, "{label}: a new store");
             let empty = b.kv_download(&b.kv(shape));
@@ -81,6 +83,7 @@ pub fn stores_keep_their_tokens<B: Backend>(b: &B) {
                 v: stored(&mut rng, &[count, heads, d_v], dtype),
             };
             let mut kv = b.kv_upload(&host, shape);
+            assert_eq!(b.kv_shape(&kv), shape.stored(), "{label}");
             assert_eq!(b.kv_len(&kv), count, "{label}");
             let check = |what: &str, kv: &B::Kv, from: &HostKv, range: std::ops::Range<usize>| {
                 let got = b.kv_download(kv);
@@ -102,13 +105,15 @@ pub fn stores_keep_their_tokens<B: Backend>(b: &B) {
 
             let (k, v) = (rng.tensor(&[2, heads * d_k], 1.0), rng.tensor(&[2, heads * d_v], 1.0));
             let (k, v) = (b.upload(&k), b.upload(&v));
-            b.kv_append(&mut kv, 1..2, Cols::new(&k, 0), Cols::new(&v, 0), &[3], None);
+            b.kv_append(&mut kv, 1..2, Cols::new(&k, 0), (!shared).then(|| Cols::new(&v, 0)), &[3], None);
             assert_eq!(b.kv_len(&kv), 71, "{label}: append after truncate");
             check("tokens before an append", &b.kv_copy(&kv, 0..70), &host, 0..70);
-            let last = b.kv_download(&b.kv_copy(&kv, 70..71)).v.to_f64();
-            let written = b.download(&v).to_f64()[heads * d_v..].to_vec();
-            for (g, w) in last.iter().zip(&written) {
-                within(&format!("{label}: appended value"), &[*g], &[*w], w.abs() / 256.0);
+            let last = b.kv_download(&b.kv_copy(&kv, 70..71));
+            for (got, written, width) in [(&last.k, &k, heads * d_k), (&last.v, &v, heads * d_v)] {
+                let written = &b.download(written).to_f64()[width..];
+                for (g, w) in got.to_f64().iter().zip(written) {
+                    within(&format!("{label}: appended numbers"), &[*g], &[*w], w.abs() / 256.0);
+                }
             }
             assert!(kv.bytes() >= 71 * heads * (d_k + d_v) * dtype.size(), "{label}: bytes");
             b.kv_truncate(&mut kv, 0);

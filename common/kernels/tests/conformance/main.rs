@@ -7,11 +7,15 @@
 mod attention;
 mod attention_case;
 mod conv;
-mod delta;
-mod delta_case;
+mod experts;
+mod heads;
 mod kv;
 mod linear;
 mod rows;
+mod scan;
+mod scan_case;
+mod scan_inputs;
+mod scan_jumps;
 mod shapes;
 mod support;
 
@@ -45,14 +49,22 @@ mod random {
         rows::gather_matches,
         rows::norms_match,
         rows::gates_match,
+        rows::mixes_match,
+        heads::copies_match,
+        heads::head_linear_matches,
+        heads::rotations_match,
+        experts::routes_match,
+        experts::experts_match,
         conv::conv_matches,
-        delta::every_length_matches,
-        delta::hard_inputs_match,
-        delta::walks_match,
-        delta::wide_heads_match,
-        delta::jumps_match,
+        scan::every_length_matches,
+        scan::every_kind_matches,
+        scan::hard_inputs_match,
+        scan::walks_match,
+        scan::wide_heads_match,
+        scan_jumps::jumps_match,
         attention::attention_matches,
         attention::block_edges_match,
+        attention::latent_heads_match,
         attention::far_positions_match,
         kv::append_matches,
     );
@@ -62,14 +74,26 @@ mod guarantees {
     properties!(
         linear::rows_are_independent,
         rows::rows_steps_are_independent,
+        heads::quarter_turns_are_as_written,
+        heads::head_rows_are_independent,
+        experts::softmax_routes_are_as_published,
+        experts::sigmoid_routes_are_as_published,
+        experts::ties_go_to_the_lower_index,
+        experts::nan_logits_are_told,
+        experts::expert_rows_are_independent,
         conv::conv_is_cut_anywhere,
-        delta::delta_is_cut_on_the_grid,
-        delta::sequences_are_independent,
-        delta::body_composes,
-        delta::empty_body_is_the_identity,
+        scan::bodies_are_cut_on_the_grid,
+        scan::sequences_are_independent,
+        scan::body_composes,
+        scan::empty_body_is_the_identity,
+        scan::overlapping_rows_are_refused,
+        scan_jumps::turned_jumps_do_what_they_say,
+        scan_jumps::turning_by_nothing_changes_nothing,
+        scan_jumps::turns_of_matrices_are_refused,
         attention::spans_are_cut_on_the_grid,
         attention::attention_rows_are_independent,
         attention::turning_queries_is_turning_keys,
+        attention::shared_values_are_the_keys,
         kv::stores_keep_their_tokens,
         kv::tensors_keep_their_values,
         shapes::mismatches_panic,
@@ -92,7 +116,9 @@ mod threads {
     #[test]
     fn results_do_not_depend_on_threads() {
         crate::linear::threads_agree();
-        crate::delta::threads_agree();
+        crate::heads::threads_agree();
+        crate::experts::threads_agree();
+        crate::scan::threads_agree();
         crate::attention::threads_agree();
         crate::conv::threads_agree();
     }

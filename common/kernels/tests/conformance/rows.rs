@@ -1,6 +1,8 @@
 //! Norms, gates and gathers.
 
-use hypic_kernels::{Backend, Cols, DeviceTensor, Gate};
+use std::ops::Range;
+
+use hypic_kernels::{Activation, Backend, Cols, DeviceTensor, GatedNorm};
 use hypic_state::HostTensor;
 
 use crate::support::{Rng, close, dirty, reference, same_bits, slice_rows, values, within};
@@ -37,9 +39,18 @@ fn head<B: Backend>(b: &B, x: &HostTensor, col: usize, heads: usize, weight: &Ho
     values(b, &x)
 }
 
-fn gated<B: Backend>(b: &B, o: &HostTensor, weight: &HostTensor, g: &HostTensor, col: usize, gate: Gate) -> Vec<f64> {
+const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::Sigmoid, Activation::SquaredRelu];
+
+fn gated<B: Backend>(
+    b: &B,
+    spec: GatedNorm,
+    o: &HostTensor,
+    weight: &HostTensor,
+    g: &HostTensor,
+    col: usize,
+) -> Vec<f64> {
     let (g, mut out) = (b.upload(g), dirty(b));
-    b.gated_norm(&b.upload(o), &b.upload(weight), 1e-6, Cols::new(&g, col), gate, &mut out);
+    b.gated_norm(spec, &b.upload(o), &b.upload(weight), Cols::new(&g, col), &mut out);
     assert_eq!(out.shape(), o.shape());
     values(b, &out)
 }
@@ -69,11 +80,18 @@ pub fn norms_match<B: Backend>(b: &B) {
                 assert!(inside || g == x, "{}: column {} is not the op's", label("head_norm"), i % all);
             }
 
-            for gate in [Gate::Silu, Gate::Sigmoid] {
-                let o = rng.tensor(&[rows, heads * k], 1.0);
-                let g = rng.tensor(&[rows, col + heads * k + behind], 3.0);
-                let want = gated(&r, &o, &weight, &g, col, gate);
-                close(&label("gated_norm"), &gated(b, &o, &weight, &g, col, gate), &want, TOLERANCE);
+            for activation in ACTIVATIONS {
+                for gate_first in [false, true] {
+                    // Weights of a group, and of all columns.
+                    let weights = if rng.chance(0.5) { k } else { heads * k };
+                    let weight = rng.tensor(&[weights], 1.0);
+                    let o = rng.tensor(&[rows, heads * k], 1.0);
+                    let g = rng.tensor(&[rows, col + heads * k + behind], 3.0);
+                    let spec = GatedNorm { group: k, eps: 1e-5, activation, gate_first };
+                    let want = gated(&r, spec, &o, &weight, &g, col);
+                    let label = label(&format!("gated_norm {spec:?} weights {:?}", weight.shape()));
+                    close(&label, &gated(b, spec, &o, &weight, &g, col), &want, TOLERANCE);
+                }
             }
         }
     }
@@ -86,10 +104,22 @@ fn silu_mul<B: Backend>(b: &B, x: &HostTensor) -> Vec<f64> {
     values(b, &out)
 }
 
-fn gate<B: Backend>(b: &B, x: &HostTensor, g: &HostTensor, col: usize, gate: Gate) -> Vec<f64> {
+fn gate<B: Backend>(b: &B, x: &HostTensor, g: &HostTensor, col: usize, width: usize, gate: Activation) -> Vec<f64> {
     let (mut x, g) = (b.upload(x), b.upload(g));
-    b.gate(&mut x, Cols::new(&g, col), gate);
+    b.gate(&mut x, Cols::new(&g, col), width, gate);
     values(b, &x)
+}
+
+fn activate<B: Backend>(b: &B, x: &HostTensor, cols: Range<usize>, activation: Activation) -> Vec<f64> {
+    let mut x = b.upload(x);
+    b.activate(&mut x, cols, activation);
+    values(b, &x)
+}
+
+fn mix<B: Backend>(b: &B, acc: &HostTensor, factors: (f32, f32), x: &HostTensor) -> Vec<f64> {
+    let mut acc = b.upload(acc);
+    b.mix(&mut acc, factors.0, &b.upload(x), factors.1);
+    values(b, &acc)
 }
 
 /// Gate inputs from the flat ends of the sigmoid to its middle.
@@ -107,11 +137,41 @@ pub fn gates_match<B: Backend>(b: &B) {
                 let (col, behind) = (rng.below(9), rng.below(5));
                 let x = rng.tensor(&[rows, k], 1.0);
                 let g = rng.tensor(&[rows, col + k + behind], scale);
-                for kind in [Gate::Silu, Gate::Sigmoid] {
-                    let want = gate(&r, &x, &g, col, kind);
-                    close(&label("gate"), &gate(b, &x, &g, col, kind), &want, TOLERANCE);
+                for kind in ACTIVATIONS {
+                    let want = gate(&r, &x, &g, col, 1, kind);
+                    close(&label("gate"), &gate(b, &x, &g, col, 1, kind), &want, TOLERANCE);
+                    let width = rng.pick(&[2, 3, 16, 17]);
+                    let wide = rng.tensor(&[rows, k * width], 1.0);
+                    let want = gate(&r, &wide, &g, col, width, kind);
+                    close(&label("wide gate"), &gate(b, &wide, &g, col, width, kind), &want, TOLERANCE);
+
+                    let (got, want) = (activate(b, &g, col..col + k, kind), activate(&r, &g, col..col + k, kind));
+                    close(&label("activate"), &got, &want, TOLERANCE);
+                    let all = g.shape()[1];
+                    for (i, (got, x)) in got.iter().zip(g.to_f64()).enumerate() {
+                        let inside = (col..col + k).contains(&(i % all));
+                        assert!(inside || *got == x, "{}: column {} is not the op's", label("activate"), i % all);
+                    }
                 }
             }
+        }
+    }
+}
+
+/// Sums of two matrices; what is overwritten is not read.
+pub fn mixes_match<B: Backend>(b: &B) {
+    let r = reference();
+    for (seed, rows) in ROWS.into_iter().enumerate() {
+        for k in WIDTHS {
+            let mut rng = Rng::new(25 + seed as u64);
+            let (acc, x) = (rng.tensor(&[rows, k], 1.0), rng.tensor(&[rows, k], 2.0));
+            for factors in [(1.0, 1.0), (3.5, -0.25), (1.0, 0.0), (0.0, 1.5)] {
+                let label = format!("{} mix rows={rows} k={k} {factors:?}", b.kernel_set());
+                close(&label, &mix(b, &acc, factors, &x), &mix(&r, &acc, factors, &x), TOLERANCE);
+            }
+            let stale = HostTensor::from_f32([rows, k], &vec![f32::NAN; rows * k]);
+            let want: Vec<f64> = x.to_f64().iter().map(|x| 0.5 * x).collect();
+            same_bits(&format!("{} mix over NaN", b.kernel_set()), &mix(b, &stale, (0.0, 0.5), &x), &want);
         }
     }
 }
@@ -124,14 +184,19 @@ pub fn rows_steps_are_independent<B: Backend>(b: &B) {
         let weight = rng.tensor(&[k], 1.0);
         let (x, g) = (rng.tensor(&[rows, 2 * k], 1.0), rng.tensor(&[rows, 2 * k + 3], 2.0));
         let weight2 = rng.tensor(&[2 * k], 1.0);
-        let run = |rows: std::ops::Range<usize>| {
+        let spec = GatedNorm { group: k, eps: 1e-6, activation: Activation::Silu, gate_first: false };
+        let run = |rows: Range<usize>| {
             let (x, g) = (slice_rows(&x, rows.clone()), slice_rows(&g, rows));
             [
                 rms(b, &x, &weight2, 1e-6),
                 head(b, &x, 0, 2, &weight),
-                gated(b, &x, &weight, &g, 3, Gate::Silu),
+                gated(b, spec, &x, &weight, &g, 3),
+                gated(b, GatedNorm { gate_first: true, ..spec }, &x, &weight2, &g, 3),
                 silu_mul(b, &x),
-                gate(b, &x, &g, 3, Gate::Sigmoid),
+                gate(b, &x, &g, 3, 1, Activation::Sigmoid),
+                gate(b, &x, &g, 3, k, Activation::Silu),
+                activate(b, &x, k..2 * k, Activation::SquaredRelu),
+                mix(b, &x, (0.3, 1.7), &x),
             ]
         };
         let whole = run(0..rows);

@@ -1,11 +1,26 @@
-//! The families: each file turns a `config.json` into a [`ModelSpec`].
+//! The families: each file turns a `config.json` into a [`ModelSpec`], with what several share in `parts`. Which
+//! family a configuration belongs to is decided here, by `architectures` and not by keys that it happens to have: a
+//! model that is taken for its neighbour loads, and answers nonsense.
 
+mod bailing;
+mod bailing_hybrid;
+mod bailing_moe_linear;
+mod bailing_moe_v2_5;
+mod bamba;
+mod granitemoehybrid;
+mod kimi_linear;
+mod minimax;
+mod nemotron_h;
+mod olmo_hybrid;
+mod parts;
+mod qwen;
 mod qwen3_5;
+mod qwen3_next;
 mod rope;
 
-use serde_json::Value;
+use hypic_state::ComposeRule;
 
-use crate::config::MAX_SIZE;
+use crate::checkpoint::BlockScaled;
 use crate::{Config, ModelError, ModelSpec};
 
 type Describe = fn(&Config) -> Result<ModelSpec, ModelError>;
@@ -16,35 +31,72 @@ struct Family {
     architecture: &'static str,
     /// `model_type`, which tells where `architectures` is missing.
     model_type: &'static str,
+    /// Keys that tell it from another family with the same model type.
+    told_by: &'static [&'static str],
     describe: Describe,
 }
 
-const FAMILIES: [Family; 2] = [
-    Family { architecture: "Qwen3_5ForCausalLM", model_type: "qwen3_5_text", describe: qwen3_5::plain },
-    Family { architecture: "Qwen3_5ForConditionalGeneration", model_type: "qwen3_5", describe: qwen3_5::release },
+const fn family(architecture: &'static str, model_type: &'static str, describe: Describe) -> Family {
+    Family { architecture, model_type, told_by: &[], describe }
+}
+
+const fn told_by(told_by: &'static [&'static str], family: Family) -> Family {
+    Family { told_by, ..family }
+}
+
+/// Keys of Ring-2.5 that Ling-3.0 has not.
+const RING: &[&str] = &["group_norm_size", "linear_silu"];
+
+/// Keys of Ling-3.0 that Ring-2.5 has not.
+const LING: &[&str] = &["kda_lower_bound", "kda_safe_gate", "no_kda_lora"];
+
+const FAMILIES: [Family; 16] = [
+    family("Qwen3_5ForCausalLM", "qwen3_5_text", qwen3_5::plain),
+    family("Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5::release),
+    family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_5::moe_plain),
+    family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5::moe_release),
+    family("Qwen3NextForCausalLM", "qwen3_next", qwen3_next::describe),
+    family("BailingMoeLinearV2ForCausalLM", "bailing_moe_linear", bailing_moe_linear::describe),
+    told_by(RING, family("BailingMoeV2_5ForCausalLM", "bailing_hybrid", bailing_moe_v2_5::describe)),
+    told_by(LING, family("BailingMoeV3ForCausalLM", "bailing_hybrid", bailing_hybrid::describe)),
+    family("KimiLinearForCausalLM", "kimi_linear", kimi_linear::describe),
+    family("MiniMaxForCausalLM", "minimax", minimax::converted),
+    family("MiniMaxText01ForCausalLM", "minimax_text_01", minimax::release),
+    family("MiniMaxM1ForCausalLM", "minimax_m1", minimax::release),
+    family("OlmoHybridForCausalLM", "olmo_hybrid", olmo_hybrid::describe),
+    family("BambaForCausalLM", "bamba", bamba::describe),
+    family("GraniteMoeHybridForCausalLM", "granitemoehybrid", granitemoehybrid::describe),
+    family("NemotronHForCausalLM", "nemotron_h", nemotron_h::describe),
 ];
 
-/// Most layers that a model may have: far above any.
-const MAX_LAYERS: usize = 1 << 12;
+/// Other names of an architecture.
+const ALIASES: [(&str, &str); 1] = [("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")];
 
 /// Describe the model of a `config.json`.
 ///
 /// # Errors
 /// If the architecture is unknown, or a key is missing, wrong or asks for something that is not served.
 pub fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
-    let family = family(config)?;
-    for level in [config.clone(), config.text()?] {
-        if level.get("quantization_config").is_some() {
-            return Err(level.unsupported("quantization_config", "weights in f32, bf16 or f16 are served"));
-        }
-    }
-    (family.describe)(config)
+    let family = family_of(config)?;
+    BlockScaled::of(config)?;
+    let spec = (family.describe)(config)?;
+    Ok(ModelSpec {
+        compose: compose_rule(config)?.unwrap_or(spec.compose),
+        // Entries of segments could not be used beyond: the frequencies would be those of another length.
+        max_positions: rope::dynamic_limit(config)?.map_or(spec.max_positions, |limit| limit.min(spec.max_positions)),
+        ..spec
+    })
 }
 
-fn family(config: &Config) -> Result<&'static Family, ModelError> {
+fn family_of(config: &Config) -> Result<&'static Family, ModelError> {
     let served = || FAMILIES.map(|f| f.architecture).join(", ");
     let names = config.opt_strings("architectures")?.unwrap_or_default();
-    if let Some(family) = FAMILIES.iter().find(|f| names.iter().any(|name| name == f.architecture)) {
+    let of_name = |name: &String| {
+        let alias = ALIASES.iter().find(|(alias, _)| alias == name);
+        let name = alias.map_or(name.as_str(), |(_, name)| name);
+        FAMILIES.iter().find(|f| f.architecture == name)
+    };
+    if let Some(family) = names.iter().find_map(of_name) {
         return Ok(family);
     }
     if let Some(name) = names.first() {
@@ -53,83 +105,38 @@ fn family(config: &Config) -> Result<&'static Family, ModelError> {
     let Some(model_type) = config.opt_str("model_type")? else {
         return Err(config.wrong("architectures", format!("is missing; one of {} is needed", served())));
     };
-    FAMILIES
-        .iter()
-        .find(|f| f.model_type == model_type)
-        .ok_or_else(|| ModelError::Unsupported(format!("model type {model_type} (served are {})", served())))
-}
-
-/// Whether the head is the embedding. Either level of a nested config may say so; where both do and
-/// disagree, the text model's word counts.
-fn tied(config: &Config, default: bool) -> Result<bool, ModelError> {
-    const KEY: &str = "tie_word_embeddings";
-    Ok(config.text()?.opt_bool(KEY)?.or(config.opt_bool(KEY)?).unwrap_or(default))
-}
-
-/// Which layers are full attention: `layer_types`, else every `full_attention_interval`-th.
-fn full_attention(config: &Config, layers: usize, interval: usize) -> Result<Vec<bool>, ModelError> {
-    const KEY: &str = "layer_types";
-    let Some(types) = config.opt_strings(KEY)? else {
-        let interval = config.opt_size("full_attention_interval")?.unwrap_or(interval);
-        return Ok((1..=layers).map(|l| l % interval == 0).collect());
-    };
-    if types.len() != layers {
-        return Err(config.wrong(KEY, format!("has {} entries, num_hidden_layers is {layers}", types.len())));
+    let of_type: Vec<&Family> = FAMILIES.iter().filter(|f| f.model_type == model_type).collect();
+    match of_type[..] {
+        [] => Err(ModelError::Unsupported(format!("model type {model_type} (served are {})", served()))),
+        [family] => Ok(family),
+        _ => told_apart(config, &model_type, &of_type),
     }
-    let kind = |(layer, name): (usize, &String)| match name.as_str() {
-        "full_attention" => Ok(true),
-        "linear_attention" => Ok(false),
-        other => {
-            let key = config.name(KEY);
-            Err(ModelError::Unsupported(format!(
-                "{key}[{layer}] = {other:?} in config.json (linear_attention and full_attention are served)"
-            )))
+}
+
+/// Which of several families of one model type, by the keys that only one of them has.
+fn told_apart(config: &Config, model_type: &str, families: &[&'static Family]) -> Result<&'static Family, ModelError> {
+    let has_key = |family: &&&Family| family.told_by.iter().any(|key| config.get(key).is_some());
+    match families.iter().filter(has_key).collect::<Vec<_>>()[..] {
+        [family] => {
+            let architecture = family.architecture;
+            tracing::warn!(model_type, architecture, "no architectures in config.json: told by the keys that it has");
+            Ok(family)
         }
-    };
-    types.iter().enumerate().map(kind).collect()
-}
-
-/// The number of layers.
-fn layers(config: &Config) -> Result<usize, ModelError> {
-    const KEY: &str = "num_hidden_layers";
-    config.opt_size_within(KEY, MAX_LAYERS)?.ok_or_else(|| config.wrong(KEY, "is missing"))
-}
-
-/// The positions that the model was made for.
-fn max_positions(config: &Config, default: usize) -> Result<usize, ModelError> {
-    Ok(config.opt_size_within("max_position_embeddings", u32::MAX as usize)?.unwrap_or(default))
-}
-
-/// What is added to the mean square in norms.
-fn norm_eps(config: &Config, default: f64) -> Result<f32, ModelError> {
-    const KEY: &str = "rms_norm_eps";
-    let eps = config.opt_f64(KEY)?.unwrap_or(default);
-    // Not above 0 as f32: rows of zeros would become NaN.
-    if eps as f32 <= 0.0 || eps >= 1.0 {
-        return Err(config.wrong(KEY, format!("must be above 0 and below 1, is {eps}")));
+        _ => {
+            let names: Vec<&str> = families.iter().map(|f| f.architecture).collect();
+            let problem = format!("is missing, and model type {model_type} may be {}", names.join(" or "));
+            Err(config.wrong("architectures", problem))
+        }
     }
-    Ok(eps as f32)
 }
 
-/// `whole` must be a multiple of `part`.
-fn divides(config: &Config, whole: (&str, usize), part: (&str, usize)) -> Result<(), ModelError> {
-    if !whole.1.is_multiple_of(part.1) {
-        let problem = format!("is {}, which is no multiple of {} = {}", whole.1, part.0, part.1);
-        return Err(config.wrong(whole.0, problem));
+/// The rule of composition that a configuration asks for: `"hypic": {"compose": "last"}`.
+fn compose_rule(config: &Config) -> Result<Option<ComposeRule>, ModelError> {
+    const KEY: &str = "compose";
+    let Some(hypic) = config.object("hypic")? else { return Ok(None) };
+    if let Some(unknown) = hypic.keys().find(|key| *key != KEY) {
+        return Err(hypic.unsupported(unknown, format_args!("only {KEY} is read here")));
     }
-    Ok(())
-}
-
-/// `heads` heads of `width` must not be wider than any model is.
-fn bounded(config: &Config, heads: (&str, usize), width: (&str, usize)) -> Result<(), ModelError> {
-    if heads.1 * width.1 > MAX_SIZE {
-        let problem = format!("{} heads of {} = {} are wider than {MAX_SIZE}", heads.1, width.0, width.1);
-        return Err(config.wrong(heads.0, problem));
-    }
-    Ok(())
-}
-
-/// The activation must be silu.
-fn only_silu(config: &Config) -> Result<(), ModelError> {
-    config.only("hidden_act", &Value::from("silu"))
+    let rule = hypic.opt_str(KEY)?.map(|name| name.parse::<ComposeRule>());
+    rule.transpose().map_err(|problem| hypic.wrong(KEY, problem))
 }

@@ -2,7 +2,14 @@
 //!
 //! A parameter that is read from the wrong place, or not found and taken for its default, gives a model that
 //! answers fluently and wrongly. So every place is searched, in one order, and a value that another one
-//! overrules is told.
+//! overrules is told; two types, or two widths, that contradict each other are refused. So is what is not served, by
+//! the name of its key.
+//!
+//! The formulas are those that transformers documents for its rope types: linear interpolation of positions (Chen et
+//! al., 2023), YaRN (Peng et al., 2023), the smoothed interpolation of Llama 3.1 (Meta, 2024), and dynamic NTK scaling,
+//! which up to the original maximum is the plain embedding.
+
+use std::f64::consts::{PI, TAU};
 
 use hypic_kernels::RopeSpec;
 
@@ -17,45 +24,329 @@ pub(super) struct RopeDefaults {
 
 /// The rotary embedding for heads of `head_dim`. Of the text model's configuration first, then of the one that
 /// holds it: `rope_parameters.full_attention`, `rope_parameters`, `rope_scaling`, the configuration itself. The
-/// first place that names a parameter counts, as in transformers.
+/// first place that names a parameter counts.
 ///
 /// # Errors
-/// If a parameter is wrong, or the type is one that is not served.
+/// If a parameter is wrong or missing, or the type is one that is not served.
 pub(super) fn rope(config: &Config, head_dim: usize, defaults: &RopeDefaults) -> Result<RopeSpec, ModelError> {
-    let mut places = Vec::new();
-    for level in [config.object("text_config")?, Some(config.clone())].into_iter().flatten() {
-        let parameters = level.object("rope_parameters")?;
-        if let Some(parameters) = &parameters {
-            places.extend(parameters.object("full_attention")?);
+    let places = Places::of(config)?;
+    let rotated = places.rotated(config, head_dim, defaults.partial)?;
+    places.embedding(rotated, defaults.theta)
+}
+
+/// The rotary embedding of all `dims` dimensions, whatever share of a head the configuration names: the rotary part of
+/// MLA, which has a width of its own. `theta` as in [`RopeDefaults`].
+///
+/// # Errors
+/// As [`rope`].
+pub(super) fn rope_whole(config: &Config, dims: usize, theta: f64) -> Result<RopeSpec, ModelError> {
+    if !dims.is_multiple_of(2) {
+        return Err(config.wrong("qk_rope_head_dim", format!("is {dims}; rotation needs pairs")));
+    }
+    Places::of(config)?.embedding(dims, theta)
+}
+
+/// The factor on the softmax scale of MLA: the square of YaRN's `0.1 mscale_all_dim ln(factor) + 1` (DeepSeek-V2,
+/// 2024), since there the embedding itself scales the rotary part alone. 1 without YaRN or `mscale_all_dim`.
+///
+/// # Errors
+/// As [`rope`].
+pub(super) fn softmax_factor(config: &Config) -> Result<f64, ModelError> {
+    let places = Places::of(config)?;
+    if places.kind != Kind::Yarn {
+        return Ok(1.0);
+    }
+    let (factor, _) = places.extension()?;
+    let weight = places.scaling("mscale_all_dim", |n| n >= 0.0, "must be 0 or more")?.unwrap_or(0.0);
+    Ok(magnitude(factor, weight).powi(2))
+}
+
+/// The positions up to which dynamic NTK scaling is the plain embedding; `None` for other types. Beyond them the base
+/// depends on the length of the whole sequence, so that nothing that was computed for another length can be used again.
+///
+/// # Errors
+/// As [`rope`].
+pub(super) fn dynamic_limit(config: &Config) -> Result<Option<usize>, ModelError> {
+    let places = Places::of(config)?;
+    if places.kind != Kind::Dynamic {
+        return Ok(None);
+    }
+    Ok(places.original()?.or(places.longest()?).map(|n| n as usize))
+}
+
+/// Types of scaling that are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// No scaling; for text, mrope is the same.
+    Plain,
+    /// Positions are divided by a factor.
+    Linear,
+    /// Plain up to the original maximum, beyond which the base depends on the length.
+    Dynamic,
+    Yarn,
+    Llama3,
+}
+
+/// Where a configuration may name parameters.
+struct Places {
+    /// The one that counts most first.
+    all: Vec<Place>,
+    kind: Kind,
+    /// The place that names the type, for messages.
+    named_by: Option<Config>,
+}
+
+struct Place {
+    config: Config,
+    /// An object for the rotary embedding, not a whole configuration.
+    of_rope: bool,
+}
+
+impl Places {
+    fn of(config: &Config) -> Result<Self, ModelError> {
+        let mut all = Vec::new();
+        for level in [config.object("text_config")?, Some(config.clone())].into_iter().flatten() {
+            let parameters = level.object("rope_parameters")?;
+            let per_type = parameters.as_ref().map(|p| p.object("full_attention")).transpose()?.flatten();
+            let objects = [per_type, parameters, level.object("rope_scaling")?].into_iter().flatten();
+            all.extend(objects.map(|config| Place { config, of_rope: true }));
+            all.push(Place { config: level, of_rope: false });
         }
-        places.extend(parameters);
-        places.extend(level.object("rope_scaling")?);
-        places.push(level);
+        let rope = || all.iter().filter(|p| p.of_rope).map(|p| &p.config);
+        let mut found: Option<(&Config, &str, Kind)> = None;
+        for place in rope() {
+            for key in ["rope_type", "type"] {
+                let Some(kind) = kind(place, key)? else { continue };
+                match found {
+                    None => found = Some((place, key, kind)),
+                    Some((first, its_key, known)) if known != kind => {
+                        let problem = format!("but {} names another type", first.name(its_key));
+                        return Err(place.unsupported(key, problem));
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+        if found.is_none()
+            && let Some(place) = rope().find(|p| p.get("factor").is_some())
+        {
+            return Err(place.wrong("rope_type", "is missing, though there is a factor"));
+        }
+        let named_by = found.map(|(place, ..)| place.clone());
+        let kind = found.map_or(Kind::Plain, |(.., kind)| kind);
+        Ok(Places { all, kind, named_by })
     }
-    for place in &places {
-        only_plain(place)?;
+
+    fn everywhere(&self) -> impl Iterator<Item = &Config> {
+        self.all.iter().map(|p| &p.config)
     }
-    let theta = first(&places, "rope_theta", defaults.theta, |n| n > 0.0, "must be above 0")?;
-    let partial =
-        first(&places, "partial_rotary_factor", defaults.partial, |n| (0.0..=1.0).contains(&n), "must be from 0 to 1")?;
-    // The tolerance is for factors such as 1/3: a product just below a whole number means that number.
-    let rotated = (head_dim as f64 * partial + 1e-9) as usize;
-    if !rotated.is_multiple_of(2) {
-        let problem = format!("{partial} of a head of {head_dim} is {rotated} dimensions; rotation needs pairs");
-        return Err(config.wrong("partial_rotary_factor", problem));
+
+    fn of_rope(&self) -> impl Iterator<Item = &Config> {
+        self.all.iter().filter(|p| p.of_rope).map(|p| &p.config)
     }
-    let inv_freq = (0..rotated / 2).map(|i| theta.powf(-2.0 * i as f64 / rotated as f64)).collect();
-    Ok(RopeSpec { offset: 0, inv_freq, interleaved: false, scale: 1.0 })
+
+    /// The embedding of `rotated` dimensions.
+    fn embedding(&self, rotated: usize, default_theta: f64) -> Result<RopeSpec, ModelError> {
+        let theta = self.number("rope_theta", |n| n > 0.0, "must be above 0")?.unwrap_or(default_theta);
+        let plain: Vec<f64> = (0..rotated / 2).map(|i| theta.powf(-2.0 * i as f64 / rotated as f64)).collect();
+        let (inv_freq, scale) = match self.kind {
+            Kind::Plain => (plain, 1.0),
+            // Its factor counts beyond the original maximum alone.
+            Kind::Dynamic => (self.factor().map(|_| plain)?, 1.0),
+            Kind::Linear => {
+                let factor = self.required("factor", self.factor()?)?;
+                (plain.into_iter().map(|f| f / factor).collect(), 1.0)
+            }
+            Kind::Yarn => self.yarn(&plain, theta)?,
+            Kind::Llama3 => (self.llama3(plain)?, 1.0),
+        };
+        Ok(RopeSpec { offset: 0, inv_freq, interleaved: false, scale })
+    }
+
+    /// YaRN (Peng et al., 2023, section 3.2): frequencies that turn more than `beta_fast` times within the original
+    /// length stay, those that turn less than `beta_slow` times are interpolated, with a linear ramp over the indices
+    /// between; cosine and sine are scaled by the attention factor.
+    fn yarn(&self, plain: &[f64], theta: f64) -> Result<(Vec<f64>, f64), ModelError> {
+        let (factor, original) = self.extension()?;
+        let positive = |key: &str| self.scaling(key, |n| n > 0.0, "must be above 0");
+        let weight = |key: &str| self.scaling(key, |n| n >= 0.0, "must be 0 or more");
+        let (fast, slow) = (positive("beta_fast")?.unwrap_or(32.0), positive("beta_slow")?.unwrap_or(1.0));
+        if fast < slow {
+            return Err(self.wrong("beta_fast", format!("is {fast}, less than beta_slow = {slow}")));
+        }
+        for place in self.of_rope() {
+            for key in ["attn_factor", "extrapolation_factor"] {
+                if place.opt_f64(key)?.is_some_and(|n| n != 1.0) {
+                    return Err(place.unsupported(key, "only 1 is served"));
+                }
+            }
+        }
+        if theta <= 1.0 {
+            return Err(self.wrong("rope_theta", format!("must be above 1 for yarn, is {theta}")));
+        }
+        let mut truncate = None;
+        for place in self.of_rope() {
+            truncate = truncate.or(place.opt_bool("truncate")?);
+        }
+        let dims = 2.0 * plain.len() as f64;
+        // The index of the frequency that turns `turns` times within the original length.
+        let index_of = |turns: f64| dims * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
+        let (mut low, mut high) = (index_of(fast), index_of(slow));
+        if truncate.unwrap_or(true) {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        (low, high) = (low.max(0.0), high.min(dims - 1.0));
+        if low == high {
+            high += 0.001;
+        }
+        let mixed = plain.iter().enumerate().map(|(i, f)| {
+            let interpolated = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            f / factor * interpolated + f * (1.0 - interpolated)
+        });
+        let scale = match (positive("attention_factor")?, weight("mscale")?, weight("mscale_all_dim")?) {
+            (Some(factor), ..) => factor,
+            (None, Some(mscale), Some(all)) if mscale > 0.0 && all > 0.0 => {
+                magnitude(factor, mscale) / magnitude(factor, all)
+            }
+            _ => magnitude(factor, 1.0),
+        };
+        Ok((mixed.collect(), scale))
+    }
+
+    /// Llama 3.1: wave lengths over `original / low_freq_factor` are stretched by the factor, those under
+    /// `original / high_freq_factor` stay, those between are mixed.
+    fn llama3(&self, plain: Vec<f64>) -> Result<Vec<f64>, ModelError> {
+        let required = |key: &str| self.required(key, self.scaling(key, |n| n > 0.0, "must be above 0")?);
+        let factor = self.required("factor", self.factor()?)?;
+        let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
+        if high <= low {
+            return Err(self.wrong("high_freq_factor", format!("is {high}, not above low_freq_factor = {low}")));
+        }
+        let original = self.required(ORIGINAL, self.original()?)?;
+        let scaled = plain.into_iter().map(|f| {
+            let length = 2.0 * PI / f;
+            if length < original / high {
+                f
+            } else if length > original / low {
+                f / factor
+            } else {
+                let keep = (original / length - low) / (high - low);
+                (1.0 - keep) * f / factor + keep * f
+            }
+        });
+        Ok(scaled.collect())
+    }
+
+    /// Dimensions of a head that are rotated: `partial_rotary_factor` is a share of it, `rotary_dim` (MiniMax) and
+    /// `attn_rotary_emb` (Bamba) count them.
+    fn rotated(&self, config: &Config, head_dim: usize, default: f64) -> Result<usize, ModelError> {
+        const SHARE: &str = "partial_rotary_factor";
+        let share = self.number(SHARE, |n| (0.0..=1.0).contains(&n), "must be from 0 to 1")?;
+        // The tolerance is for factors such as 1/3: a product just below a whole number means that number.
+        let of_head = |share: f64| (head_dim as f64 * share + 1e-9) as usize;
+        let mut named = share.map(|share| (SHARE, of_head(share)));
+        for key in ["rotary_dim", "attn_rotary_emb"] {
+            let valid = |n: f64| n.fract() == 0.0 && (0.0..=head_dim as f64).contains(&n);
+            let what = format!("must be a whole number up to the {head_dim} dimensions of a head");
+            let Some(count) = self.number(key, valid, &what)?.map(|n| n as usize) else { continue };
+            match named {
+                Some((other, rotated)) if rotated != count => {
+                    let problem = format!("is {count}, but {other} makes it {rotated} of {head_dim} dimensions");
+                    return Err(config.wrong(key, problem));
+                }
+                _ => named = Some((key, count)),
+            }
+        }
+        let (key, rotated) = named.unwrap_or((SHARE, of_head(default)));
+        if !rotated.is_multiple_of(2) {
+            let problem = format!("makes {rotated} of the {head_dim} dimensions of a head; rotation needs pairs");
+            return Err(config.wrong(key, problem));
+        }
+        Ok(rotated)
+    }
+
+    /// By how much YaRN extends the original length, and that length. A missing factor is the ratio of the lengths, a
+    /// missing original length is the maximum.
+    fn extension(&self) -> Result<(f64, f64), ModelError> {
+        let (factor, original, longest) = (self.factor()?, self.original()?, self.longest()?);
+        match (factor, original.or(longest), longest) {
+            (Some(factor), Some(original), _) => Ok((factor, original)),
+            (None, Some(_), Some(longest)) if original.is_some_and(|o| o <= longest) => {
+                let original = original.expect("just seen");
+                Ok((longest / original, original))
+            }
+            (_, None, _) => Err(self.wrong(ORIGINAL, "is missing")),
+            _ => Err(self.wrong("factor", "is missing")),
+        }
+    }
+
+    fn factor(&self) -> Result<Option<f64>, ModelError> {
+        self.scaling("factor", |n| n >= 1.0, "must be 1 or more")
+    }
+
+    /// The positions before scaling, in whichever place.
+    fn original(&self) -> Result<Option<f64>, ModelError> {
+        self.number(ORIGINAL, |n| n >= 1.0, "must be 1 or more")
+    }
+
+    /// The positions that the model is said to serve.
+    fn longest(&self) -> Result<Option<f64>, ModelError> {
+        for key in ["max_position_embeddings", "model_max_length"] {
+            if let Some(n) = self.number(key, |n| n >= 1.0, "must be 1 or more")? {
+                return Ok(Some(n));
+            }
+        }
+        Ok(None)
+    }
+
+    /// A parameter that may stand in any place.
+    fn number(&self, key: &str, valid: impl Fn(f64) -> bool, what: &str) -> Result<Option<f64>, ModelError> {
+        first(self.everywhere(), key, valid, what)
+    }
+
+    /// A parameter of the scaling, which no other place than an object for the embedding names.
+    fn scaling(&self, key: &str, valid: impl Fn(f64) -> bool, what: &str) -> Result<Option<f64>, ModelError> {
+        first(self.of_rope(), key, valid, what)
+    }
+
+    fn required(&self, key: &str, value: Option<f64>) -> Result<f64, ModelError> {
+        value.ok_or_else(|| self.wrong(key, "is missing"))
+    }
+
+    /// That a parameter of the scaling is wrong.
+    fn wrong(&self, key: &str, problem: impl Into<String>) -> ModelError {
+        let place = self.everywhere().find(|p| p.get(key).is_some()).or(self.named_by.as_ref());
+        place.or(self.everywhere().last()).expect("there is the configuration itself").wrong(key, problem)
+    }
+}
+
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// YaRN's `0.1 weight ln(factor) + 1` (Peng et al., 2023, section 3.4).
+fn magnitude(factor: f64, weight: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
+}
+
+/// The type that `place` names at `key`.
+fn kind(place: &Config, key: &str) -> Result<Option<Kind>, ModelError> {
+    let Some(name) = place.opt_str(key)? else { return Ok(None) };
+    match name.as_str() {
+        "default" | "mrope" => Ok(Some(Kind::Plain)),
+        "linear" => Ok(Some(Kind::Linear)),
+        "dynamic" => Ok(Some(Kind::Dynamic)),
+        "yarn" => Ok(Some(Kind::Yarn)),
+        "llama3" => Ok(Some(Kind::Llama3)),
+        _ => Err(place.unsupported(key, "default, linear, dynamic, yarn, llama3 and mrope are served")),
+    }
 }
 
 /// The first value of `key` in `places`; others that differ are told.
-fn first(
-    places: &[Config],
+fn first<'a>(
+    places: impl Iterator<Item = &'a Config>,
     key: &str,
-    default: f64,
     valid: impl Fn(f64) -> bool,
     what: &str,
-) -> Result<f64, ModelError> {
+) -> Result<Option<f64>, ModelError> {
     let mut chosen: Option<(&Config, f64)> = None;
     for place in places {
         let Some(value) = place.opt_f64(key)? else { continue };
@@ -71,16 +362,5 @@ fn first(
             Some(_) => {}
         }
     }
-    Ok(chosen.map_or(default, |(_, value)| value))
-}
-
-/// Only the unscaled embedding is served; for text, mrope is the same.
-fn only_plain(place: &Config) -> Result<(), ModelError> {
-    for key in ["rope_type", "type"] {
-        let kind = place.opt_str(key)?;
-        if kind.is_some_and(|kind| kind != "default" && kind != "mrope") {
-            return Err(place.unsupported(key, "only \"default\" and \"mrope\" are served"));
-        }
-    }
-    Ok(())
+    Ok(chosen.map(|(_, value)| value))
 }

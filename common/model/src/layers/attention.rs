@@ -1,13 +1,17 @@
+//! Grouped-query softmax attention, and what it shares with latent attention: the rows' keys and values are appended to
+//! their sequence's own before any row attends, so that rows of one pass see each other.
+
 use std::ops::Range;
 
-use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, Gate, KvShape, Span};
+use hypic_kernels::{Activation, AttentionRows, AttentionShape, Backend, Cols, KvShape, Span};
 use hypic_state::DType;
 
-use super::{Loader, Norm, Workspace};
+use super::weights::Packing;
+use super::{Loader, Norm, Scratch, Sum};
 use crate::ModelError;
 use crate::spec::AttentionSpec;
 
-/// Grouped-query softmax attention, with optional head norms and output gate.
+/// Grouped-query softmax attention.
 pub(crate) struct Attention<B: Backend> {
     pub shape: AttentionShape,
     rope: Option<B::Rope>,
@@ -38,53 +42,68 @@ impl<B: Backend> Attention<B> {
         hidden: usize,
         kv_dtype: DType,
     ) -> Result<Self, ModelError> {
-        let kv = KvShape { heads: spec.kv_heads, d_k: spec.head_dim, d_v: spec.head_dim, dtype: kv_dtype };
+        let d = spec.head_dim;
+        let kv = KvShape { heads: spec.kv_heads, d_k: d, d_v: d, shared: false, dtype: kv_dtype };
+        let mut packing = Packing::new();
+        packing.add(&spec.project);
         Ok(Attention {
             shape: AttentionShape { heads: spec.heads, kv, scale: spec.scale },
             rope: spec.rope.as_ref().map(|r| loader.backend.rope(r)),
-            project: loader.linear(&spec.project, hidden)?,
+            project: packing.load(loader, hidden)?,
             gated: spec.gated,
             q_norm: spec.q_norm.as_ref().map(|n| loader.norm(n)).transpose()?,
             k_norm: spec.k_norm.as_ref().map(|n| loader.norm(n)).transpose()?,
-            out: loader.linear(std::slice::from_ref(&spec.out), spec.heads * spec.head_dim)?,
+            out: loader.linear([&spec.out], spec.heads * d)?,
         })
     }
 
-    /// `x += out(attention * sigmoid(gate))`.
+    /// Add `out(attention * sigmoid(gate))`.
     pub fn forward(
         &self,
         backend: &B,
-        norm: &Norm<B>,
-        ws: &mut Workspace<B>,
+        x: &B::Tensor,
+        scratch: &mut Scratch<B>,
         sequences: Vec<AttentionSequence<'_, B>>,
-        x: &mut B::Tensor,
+        mut sum: Sum<'_, B>,
     ) {
         let AttentionShape { heads, kv, .. } = self.shape;
-        let gate = heads * kv.d_k;
+        let (queries, keys) = (heads * kv.d_k, kv.heads * kv.d_k);
+        let gate = queries;
         let k = if self.gated { gate + heads * kv.d_v } else { gate };
-        let v = k + kv.heads * kv.d_k;
-        backend.rms_norm(x, &norm.weight, norm.eps, &mut ws.normed);
-        backend.linear(&self.project, &ws.normed, &mut ws.projected);
-        if let Some(n) = &self.q_norm {
-            backend.head_norm(&mut ws.projected, 0, heads, &n.weight, n.eps);
+        let v = k + keys;
+        let Scratch { projected, mixed, .. } = scratch;
+        backend.linear(&self.project, x, projected);
+        if let Some(norm) = &self.q_norm {
+            norm.heads(backend, projected, 0, queries);
         }
-        if let Some(n) = &self.k_norm {
-            backend.head_norm(&mut ws.projected, k, kv.heads, &n.weight, n.eps);
+        if let Some(norm) = &self.k_norm {
+            norm.heads(backend, projected, k, keys);
         }
-        let projected = &ws.projected;
-        let rope = self.rope.as_ref();
-        let rows: Vec<AttentionRows<'_, B>> = sequences
-            .into_iter()
-            .map(|s| {
-                let (keys, values) = (Cols::new(projected, k), Cols::new(projected, v));
-                backend.kv_append(s.own, s.rows.clone(), keys, values, s.positions, rope);
-                AttentionRows { rows: s.rows, positions: s.positions, spans: s.spans, own: s.own }
-            })
-            .collect();
-        backend.attention(self.shape, rope, Cols::new(projected, 0), &rows, &mut ws.mixed);
+        let (q, k, v) = (Cols::new(projected, 0), Cols::new(projected, k), Cols::new(projected, v));
+        attend(backend, self.shape, self.rope.as_ref(), (q, k, Some(v)), sequences, mixed);
         if self.gated {
-            backend.gate(&mut ws.mixed, Cols::new(projected, gate), Gate::Sigmoid);
+            backend.gate(mixed, Cols::new(projected, gate), 1, Activation::Sigmoid);
         }
-        backend.linear_add(&self.out, &ws.mixed, x);
+        sum.linear(&self.out, mixed);
     }
+}
+
+/// Append the rows' keys and values (`None`: they are part of the keys) to the sequences' own, and attend to all that
+/// the rows see.
+pub(super) fn attend<B: Backend>(
+    backend: &B,
+    shape: AttentionShape,
+    rope: Option<&B::Rope>,
+    (q, k, v): (Cols<'_, B>, Cols<'_, B>, Option<Cols<'_, B>>),
+    sequences: Vec<AttentionSequence<'_, B>>,
+    out: &mut B::Tensor,
+) {
+    let rows: Vec<AttentionRows<'_, B>> = sequences
+        .into_iter()
+        .map(|s| {
+            backend.kv_append(s.own, s.rows.clone(), k, v, s.positions, rope);
+            AttentionRows { rows: s.rows, positions: s.positions, spans: s.spans, own: s.own }
+        })
+        .collect();
+    backend.attention(shape, rope, q, &rows, out);
 }

@@ -1,26 +1,57 @@
-use hypic_kernels::Backend;
+//! The feed-forward layer that serves every row, also as the shared one beside experts.
 
-use super::{Loader, Norm, Workspace};
+use hypic_kernels::{Activation, Backend, Cols};
+
+use super::{Loader, Scratch, Sum};
 use crate::ModelError;
 use crate::spec::MlpSpec;
 
-/// `x += down(silu(gate(norm(x))) * up(norm(x)))`.
+/// `down(silu(gate(x)) * up(x))`, or `down(activation(up(x)))`.
 pub(crate) struct Mlp<B: Backend> {
+    inner: usize,
+    /// Rows `[gate | up]`, or `[up]`.
     gate_up: B::Linear,
+    /// `None`: gated by silu.
+    ungated: Option<Activation>,
     down: B::Linear,
 }
 
 impl<B: Backend> Mlp<B> {
     pub fn load(loader: &mut Loader<'_, B>, spec: &MlpSpec, hidden: usize) -> Result<Self, ModelError> {
-        let gate_up = loader.linear(&spec.gate_up, hidden)?;
-        let down = loader.linear(std::slice::from_ref(&spec.down), spec.inner)?;
-        Ok(Mlp { gate_up, down })
+        Ok(Mlp {
+            inner: spec.inner,
+            gate_up: loader.linear(&spec.gate_up, hidden)?,
+            ungated: spec.ungated,
+            down: loader.linear([&spec.down], spec.inner)?,
+        })
     }
 
-    pub fn forward(&self, backend: &B, norm: &Norm<B>, ws: &mut Workspace<B>, x: &mut B::Tensor) {
-        backend.rms_norm(x, &norm.weight, norm.eps, &mut ws.normed);
-        backend.linear(&self.gate_up, &ws.normed, &mut ws.projected);
-        backend.silu_mul(&ws.projected, &mut ws.mixed);
-        backend.linear_add(&self.down, &ws.mixed, x);
+    /// Add its value, times the sigmoid of `gate x` (one number a row) where there is one.
+    pub fn forward(
+        &self,
+        backend: &B,
+        x: &B::Tensor,
+        scratch: &mut Scratch<B>,
+        gate: Option<&B::Linear>,
+        sum: &mut Sum<'_, B>,
+    ) {
+        let Scratch { projected, mixed, logits, .. } = scratch;
+        backend.linear(&self.gate_up, x, projected);
+        let inner = match self.ungated {
+            None => {
+                backend.silu_mul(projected, mixed);
+                mixed
+            }
+            Some(activation) => {
+                backend.activate(projected, 0..self.inner, activation);
+                projected
+            }
+        };
+        if let Some(gate) = gate {
+            // The down projection is linear: the factor may as well stand before it.
+            backend.linear(gate, x, logits);
+            backend.gate(inner, Cols::new(logits, 0), self.inner, Activation::Sigmoid);
+        }
+        sum.linear(&self.down, inner);
     }
 }

@@ -15,7 +15,7 @@ use hypic_kernels::{Backend, DeviceTensor};
 use hypic_state::{LayerKind, LayerPart};
 
 use crate::Model;
-use crate::layers::{Mixer, Workspace};
+use crate::layers::{Feed, Mixer, Workspace};
 
 pub use types::{Capture, Item, Jump, Logits, PartSink, PassError, PassOutput, Progress, Sequence, SequenceOutput};
 use walk::{Walker, attention_sequences, emit_captured, end_walk, recurrent_folds};
@@ -24,6 +24,8 @@ use walk::{Walker, attention_sequences, emit_captured, end_walk, recurrent_folds
 pub struct Pass<B: Backend> {
     walkers: Vec<Walker<B>>,
     ids: Vec<u32>,
+    /// Of every row.
+    positions: Vec<i64>,
     /// `[rows, hidden]`: the residual stream; `None` before the embedding.
     x: Option<B::Tensor>,
     layer: usize,
@@ -32,13 +34,14 @@ pub struct Pass<B: Backend> {
 impl<B: Backend> Pass<B> {
     /// A pass over these sequences.
     pub fn new(sequences: Vec<Sequence<B>>) -> Self {
-        let mut ids = Vec::new();
+        let (mut ids, mut positions) = (Vec::new(), Vec::new());
         let mut walkers = Vec::with_capacity(sequences.len());
         for sequence in sequences {
             let walker = Walker::new(sequence, ids.len(), &mut ids);
+            positions.extend(&walker.positions);
             walkers.push(walker);
         }
-        Pass { walkers, ids, x: None, layer: 0 }
+        Pass { walkers, ids, positions, x: None, layer: 0 }
     }
 
     /// Rows of the batch.
@@ -76,23 +79,31 @@ impl<B: Backend> Pass<B> {
         check_kinds(&parts, layer, model.layout()[layer])?;
         let x = self.x.get_or_insert_with(|| {
             let mut x = backend.alloc(&[self.ids.len(), model.spec().hidden]);
-            backend.embed(model.embedding(), &self.ids, &mut x);
+            model.embed(backend, &self.ids, ws, &mut x);
             x
         });
-        match &weights.mixer {
-            Mixer::GatedDelta(mixer) => {
-                let (mut windows, mut folds) = recurrent_folds(backend, &mut self.walkers, &parts, layer);
-                mixer.forward(backend, &weights.mixer_norm, ws, &mut windows, &mut folds, x);
+        let walkers = &mut self.walkers;
+        weights.mixer.forward(backend, ws, x, |mixer, rows, scratch, sum| match mixer {
+            Mixer::Recurrent(mixer) => {
+                let (mut windows, mut folds) = recurrent_folds(backend, walkers, &parts, layer, mixer.rope.as_ref());
+                mixer.forward(backend, rows, scratch, &self.positions, &mut windows, &mut folds, sum);
             }
             Mixer::Attention(mixer) => {
-                let sequences = attention_sequences(&mut self.walkers, parts, layer);
-                mixer.forward(backend, &weights.mixer_norm, ws, sequences, x);
+                mixer.forward(backend, rows, scratch, attention_sequences(walkers, parts, layer), sum);
             }
-        }
+            Mixer::Latent(mixer) => {
+                mixer.forward(backend, rows, scratch, attention_sequences(walkers, parts, layer), sum);
+            }
+        });
         for walker in &mut self.walkers {
             emit_captured(backend, walker, layer);
         }
-        weights.mlp.forward(backend, &weights.mlp_norm, ws, x);
+        if let Some(feed) = &weights.feed {
+            feed.forward(backend, ws, x, |feed, rows, scratch, mut sum| match feed {
+                Feed::Dense(mlp) => mlp.forward(backend, rows, scratch, None, &mut sum),
+                Feed::Experts(experts) => experts.forward(backend, rows, scratch, sum),
+            });
+        }
         self.layer += 1;
         Ok(if self.layer == model.layers().len() { Progress::Done } else { Progress::Layer })
     }
@@ -115,12 +126,8 @@ impl<B: Backend> Pass<B> {
             sequences.push(end_walk(backend, walker, from..wanted.len()));
         }
         let logits = self.x.filter(|_| !wanted.is_empty()).map(|x| {
-            let norm = model.final_norm();
             backend.gather(&x, &wanted, &mut ws.chosen);
-            backend.rms_norm(&ws.chosen, &norm.weight, norm.eps, &mut ws.normed);
-            let mut logits = backend.alloc(&[wanted.len(), model.spec().vocab]);
-            backend.linear(model.head(), &ws.normed, &mut logits);
-            logits
+            model.logits(backend, ws)
         });
         debug_assert!(logits.as_ref().is_none_or(|l| l.rows() == wanted.len()));
         PassOutput { sequences, logits }

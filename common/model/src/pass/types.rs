@@ -74,9 +74,9 @@ pub struct Capture<B: Backend> {
 impl<B: Backend> Capture<B> {
     /// Capture all rows from row `body` on.
     pub fn new(backend: &B, model: &Model<B>, body: usize, last: bool, sink: Arc<dyn PartSink<B>>) -> Self {
-        let carry = |layer: &Layer<B>| match &layer.mixer {
-            Mixer::GatedDelta(m) => Some(backend.carry(m.shape.heads, m.shape.d_k, m.shape.d_v)),
-            Mixer::Attention(_) => None,
+        let carry = |layer: &Layer<B>| match &layer.mixer.body {
+            Mixer::Recurrent(m) => Some(backend.carry(m.shape, m.form)),
+            Mixer::Attention(_) | Mixer::Latent(_) => None,
         };
         Capture { body, last, sink, carries: model.layers().iter().map(carry).collect() }
     }

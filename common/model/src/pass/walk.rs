@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use hypic_kernels::{Backend, ConvFold, ConvStep, DeviceTensor, Fold, Step};
+use hypic_kernels::{Backend, ConvFold, ConvStep, DeviceTensor, Fold, Step, Turn};
 use hypic_state::{LayerPart, PartState, RecurrentPart};
 
 use super::types::{Capture, Item, Jump, Logits, PassError, Sequence, SequenceOutput};
@@ -38,7 +38,7 @@ pub(super) struct Walker<B: Backend> {
     /// Per jump, the sequence's first row behind it.
     seen_from: Vec<usize>,
     pub rows: Range<usize>,
-    positions: Vec<i64>,
+    pub positions: Vec<i64>,
     save_points: Vec<SavePoint>,
     /// Per save, the layers so far.
     saved: Vec<Vec<FrozenLayer<B>>>,
@@ -127,12 +127,14 @@ fn recurrent_part<B: Backend>(part: &LayerPart<B>) -> &RecurrentPart<B> {
     }
 }
 
-/// Every sequence's walk through a recurrent layer: its items in order.
+/// Every sequence's walk through a recurrent layer: its items in order. `rope` is the layer's, where it rotates; without a
+/// convolution there are no walks of windows.
 pub(super) fn recurrent_folds<'a, B: Backend>(
     backend: &B,
     walkers: &'a mut [Walker<B>],
     parts: &'a [Vec<Arc<LayerPart<B>>>],
     layer: usize,
+    rope: Option<&'a B::Rope>,
 ) -> (Vec<ConvFold<'a, B>>, Vec<Fold<'a, B>>) {
     let mut windows = Vec::with_capacity(walkers.len());
     let mut folds = Vec::with_capacity(walkers.len());
@@ -143,19 +145,19 @@ pub(super) fn recurrent_folds<'a, B: Backend>(
         };
         for saved in &mut walker.saved {
             let like = |t: &B::Tensor| backend.alloc(t.shape());
-            saved.push(FrozenLayer::Recurrent { state: like(state), window: like(window) });
+            saved.push(FrozenLayer::Recurrent { state: like(state), window: window.as_ref().map(like) });
         }
         let mut slots = walker.saved.iter_mut().map(|layers| match layers.last_mut() {
             Some(FrozenLayer::Recurrent { state, window }) => (state, window),
             _ => unreachable!("just pushed"),
         });
         let mut carry = walker.capture.as_mut().and_then(|c| c.carries[layer].as_mut());
-        let mut conv = ConvFold { window, steps: Vec::with_capacity(walker.stops.len()) };
+        let mut conv = Vec::with_capacity(walker.stops.len());
         let mut fold = Fold { state, steps: Vec::with_capacity(walker.stops.len() + 1) };
         for stop in &walker.stops {
             match stop {
                 Stop::Rows(rows) => {
-                    conv.steps.push(ConvStep::Rows(rows.clone()));
+                    conv.push(ConvStep::Rows(rows.clone()));
                     let cut = body_from.map_or(rows.end, |b| b.clamp(rows.start, rows.end));
                     if rows.start < cut {
                         fold.steps.push(Step::Rows { rows: rows.start..cut, carry: None });
@@ -167,18 +169,19 @@ pub(super) fn recurrent_folds<'a, B: Backend>(
                 Stop::Jump(jump) => {
                     let part = recurrent_part(&parts[*jump]);
                     if let Some(tail) = &part.tail {
-                        conv.steps.push(ConvStep::Jump(tail));
+                        conv.push(ConvStep::Jump(tail));
                     }
-                    fold.steps.push(Step::Jump { rule: walker.jumps[*jump].rule, part });
+                    let Jump { rule, origin, .. } = walker.jumps[*jump];
+                    fold.steps.push(Step::Jump { rule, part, turn: rope.map(|rope| Turn { rope, by: origin }) });
                 }
                 Stop::Save => {
                     let (state, window) = slots.next().expect("a slot per save");
-                    conv.steps.push(ConvStep::Save(window));
+                    conv.extend(window.as_mut().map(ConvStep::Save));
                     fold.steps.push(Step::Save(state));
                 }
             }
         }
-        windows.push(conv);
+        windows.extend(window.as_mut().map(|window| ConvFold { window, steps: conv }));
         folds.push(fold);
     }
     (windows, folds)
@@ -232,8 +235,8 @@ pub(super) fn emit_captured<B: Backend>(backend: &B, walker: &mut Walker<B>, lay
         LayerState::Recurrent { state, window } => {
             let carry = capture.carries[layer].take().expect("a body ends once");
             let (transition, body) = backend.finish(carry, state);
-            // A layer without a convolution has no window to pass on.
-            let tail = (!window.shape().contains(&0)).then(|| backend.duplicate(window));
+            // A convolution over the present alone has no window to pass on either.
+            let tail = window.as_ref().filter(|w| !w.shape().contains(&0)).map(|w| backend.duplicate(w));
             LayerPart::Recurrent(RecurrentPart { transition, state: body, tail })
         }
         LayerState::Attention { own, .. } => LayerPart::Attention(backend.kv_copy(own, capture.body..rows)),

@@ -107,8 +107,8 @@ fn rope_parameters_out_of_range_are_named() {
     for (key, value) in [("rope_theta", json!("1e7")), ("partial_rotary_factor", json!([0.25]))] {
         assert_refused(set(key, value).write().path(), &[&format!("rope_parameters.{key}"), "a number"]);
     }
-    for kind in ["yarn", "linear", "dynamic", "llama3", "longrope"] {
-        assert_refused(set("rope_type", json!(kind)).write().path(), &["rope_parameters.rope_type", kind]);
+    for kind in ["longrope", "su", "axial", "ntk", "proportional", ""] {
+        assert_refused(set("rope_type", json!(kind)).write().path(), &["rope_parameters.rope_type", kind, "served"]);
         let scaling = Files::plain().with("rope_scaling", json!({"type": kind, "factor": 4.0}));
         assert_refused(scaling.write().path(), &["rope_scaling.type", kind]);
         let outer = nested(&Files::plain()).with("rope_scaling", json!({"rope_type": kind}));

@@ -95,6 +95,24 @@ fn truncated_weights_are_refused_wherever_they_end() {
 }
 
 #[test]
+fn truncated_shards_are_refused_wherever_they_end() {
+    for shard in SHARDS {
+        let dir = Files::plain().write_sharded(|_| {});
+        let path = dir.path().join(shard);
+        let whole = std::fs::read(&path).unwrap();
+        let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        for end in [0, 7, 8, header / 2, header + 8, whole.len() / 2, whole.len() - 1] {
+            std::fs::write(&path, &whole[..end]).unwrap();
+            assert_refused(dir.path(), &[shard, "truncated"]);
+        }
+        std::fs::write(&path, b"").unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        assert_refused(dir.path(), &[shard, "missing"]);
+    }
+}
+
+#[test]
 fn bytes_behind_the_last_tensor_are_refused() {
     let files = Files::plain();
     let dir = files.write_config();
@@ -138,6 +156,23 @@ fn headers_that_lie_are_refused() {
         json!({"a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
                "b": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}})
         .to_string(),
+        // Two tensors that overlap in part, in either order.
+        json!({"a": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]},
+               "b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}})
+        .to_string(),
+        json!({"b": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]},
+               "a": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}})
+        .to_string(),
+        // One within another.
+        json!({"a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+               "b": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]}})
+        .to_string(),
+        // A hole before the first tensor.
+        json!({"a": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}).to_string(),
+        // One name twice, once with other bytes.
+        r#"{"t": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+            "t": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}"#
+            .to_string(),
         // A gap between tensors.
         json!({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
                "b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}})

@@ -2,7 +2,11 @@
 //! name, and nothing in a file can make the program panic or ask for absurd memory.
 
 mod config;
+mod docs;
 mod files;
+mod fp8;
+mod ranges;
+mod rope;
 mod shapes;
 mod sizes;
 mod support;

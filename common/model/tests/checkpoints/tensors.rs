@@ -103,13 +103,18 @@ fn half_precision_weights_are_the_numbers_they_hold() {
 fn other_dtypes_are_refused_by_name() {
     let name = "model.layers.2.linear_attn.out_proj.weight";
     for (dtype, bytes) in
-        [(Dtype::F64, 8), (Dtype::I64, 8), (Dtype::I32, 4), (Dtype::U8, 1), (Dtype::BOOL, 1), (Dtype::F8_E4M3, 1)]
+        [(Dtype::F64, 8), (Dtype::I64, 8), (Dtype::I32, 4), (Dtype::U8, 1), (Dtype::BOOL, 1), (Dtype::F8_E5M2, 1)]
     {
         let mut files = Files::plain();
         let t = files.tensors.get_mut(name).unwrap();
         (t.dtype, t.data) = (dtype, vec![0; t.shape.iter().product::<usize>() * bytes]);
         assert_refused(files.write().path(), &["model.safetensors", name, &format!("{dtype:?}"), "f32, bf16 and f16"]);
     }
+    let fp8 = "F8_E4M3 with scales of its blocks";
+    let mut files = Files::plain();
+    let t = files.tensors.get_mut(name).unwrap();
+    (t.dtype, t.data) = (Dtype::I8, vec![0; t.shape.iter().product()]);
+    assert_refused(files.write().path(), &[name, "I8", fp8]);
 }
 
 #[test]

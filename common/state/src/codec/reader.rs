@@ -90,8 +90,9 @@ impl Reader<'_> {
         Ok(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect())
     }
 
-    /// All headers, then all data, of `N` tensors.
-    pub fn tensors<const N: usize>(&mut self) -> Result<[HostTensor; N], CodecError> {
+    /// All headers, then all data, of `N` tensors, of which the one with the index `widthless` may have an empty last
+    /// axis.
+    pub fn tensors<const N: usize>(&mut self, widthless: Option<usize>) -> Result<[HostTensor; N], CodecError> {
         let mut headers = Vec::with_capacity(N);
         for _ in 0..N {
             let [dtype, rank, zero_a, zero_b] = self.array()?;
@@ -99,9 +100,10 @@ impl Reader<'_> {
                 return Err(CodecError::Malformed("reserved bytes that are not zero"));
             }
             let shape = self.words(rank.into())?;
-            // Only the outermost axis may be empty (no kept heads): an empty inner one would let the
-            // others be anything.
-            if shape.iter().skip(1).any(|extent| *extent == 0) {
+            // Only the outermost axis may be empty (no kept heads): an empty inner one would let the others be anything.
+            // Values that are shared with the keys have no width, but otherwise the extents of the keys.
+            let checked = if widthless == Some(headers.len()) { shape.len().saturating_sub(1) } else { shape.len() };
+            if shape.iter().take(checked).skip(1).any(|extent| *extent == 0) {
                 return Err(CodecError::Malformed("a tensor with an empty inner axis"));
             }
             headers.push((dtype_of(dtype)?, shape));

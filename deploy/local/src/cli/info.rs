@@ -1,9 +1,9 @@
 //! `hypic model info`: what a model is and what it costs, from its configuration alone.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use bytesize::ByteSize;
 use clap::Args;
 use hypic_model::{Config, ModelInfo, families};
@@ -19,8 +19,9 @@ const LENGTHS: [usize; 3] = [512, 2048, 8192];
 /// Options of `hypic model info`.
 #[derive(Debug, Args)]
 pub(super) struct InfoArgs {
-    /// Checkpoint directory; its config.json is enough [default: the demo model in the program]
-    dir: Option<PathBuf>,
+    /// Checkpoint directory, of which config.json is enough, or a configuration file alone [default: the demo model in
+    /// the program]
+    model: Option<PathBuf>,
     /// Dtype of K and V: auto is the one that config.json names
     #[arg(long, value_name = "auto|f32|bf16", default_value = "auto")]
     dtype: ComputeDType,
@@ -33,14 +34,15 @@ pub(super) struct InfoArgs {
 }
 
 pub(super) fn run(args: InfoArgs) -> Result<()> {
-    let source = ModelSource::new(args.dir);
-    let config = source.config()?;
+    let file = args.model.as_deref().filter(|path| path.is_file());
+    let source = ModelSource::new(args.model.clone());
+    let config = file.map_or_else(|| source.config(), parse)?;
     let spec = families::describe(&config)?;
     let dtype = args.dtype.asked().unwrap_or(if names_bf16(&config)? { DType::Bf16 } else { DType::F32 });
     let info = ModelInfo::of(&spec, dtype);
     let entry_bytes = |tokens: usize| info.entry_bytes(tokens, args.seam as usize);
     // The anchor needs the tokenizer, which a lone config.json lacks.
-    let text = source.text()?;
+    let text = if file.is_some() { None } else { source.text()? };
     let anchor = text.as_ref().map(|t| -> Result<_> {
         let ids = t.turn_anchor().to_vec();
         let text = t.tokenizer().decode(&ids, true)?;
@@ -66,7 +68,7 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
     };
     row("model", source.name());
     row("family", info.family.clone());
-    row("layers", format!("{}: {} linear, {} full attention", info.layers, info.linear_layers, info.attention_layers));
+    row("layers", layers(&info));
     row("parameters", format!("{:.2} million", info.parameters as f64 / 1e6));
     row("positions", info.max_positions.to_string());
     row("compose rule", format!("{} (T is {})", spec.compose, info.transition));
@@ -84,9 +86,41 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
         Some(_) => row("anchor turn", "none".to_string()),
         None => row("anchor turn", "unknown: no tokenizer.json here".to_string()),
     }
-    row("not served, if there", spec.ignored.join("*, ") + "*");
+    row("not served, if there", not_served(&spec.ignored));
     std::io::stdout().write_all(table.as_bytes())?;
     Ok(())
+}
+
+/// The configuration in a file of its own.
+fn parse(path: &Path) -> Result<Config> {
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(Config::parse_file(&path.file_name().unwrap_or_default().to_string_lossy(), &bytes)?)
+}
+
+/// How many layers there are of each kind.
+fn layers(info: &ModelInfo) -> String {
+    let mut text = format!("{}: {} linear, {} full attention", info.layers, info.linear_layers, info.attention_layers);
+    match info.latent_layers {
+        0 => {}
+        all if all == info.attention_layers => text.push_str(" over a latent (MLA)"),
+        some => text.push_str(&format!(", {some} of those over a latent (MLA)")),
+    }
+    if info.expert_layers > 0 {
+        text.push_str(&format!("; {} with experts", info.expert_layers));
+    }
+    text
+}
+
+/// Prefixes of tensors that are known and not served; the first ones, where each layer has some.
+fn not_served(prefixes: &[String]) -> String {
+    const MOST: usize = 6;
+    if prefixes.is_empty() {
+        return "nothing".to_string();
+    }
+    let shown: Vec<String> = prefixes.iter().take(MOST).map(|prefix| format!("{prefix}*")).collect();
+    let more = prefixes.len() - shown.len();
+    let rest = if more > 0 { format!(" and {more} more (--json tells all)") } else { String::new() };
+    format!("{}{rest}", shown.join(", "))
 }
 
 fn names_bf16(config: &Config) -> Result<bool> {

@@ -110,15 +110,35 @@ fn check_all(name: &str) {
     }
 }
 
-#[test]
-fn every_case_of_the_plain_model() {
-    check_all("qwen3_5");
+/// One test per reference checkpoint.
+macro_rules! every_case_of {
+    ($($name:ident),*) => {
+        mod every_case_of {
+            $(
+                #[test]
+                fn $name() {
+                    super::check_all(stringify!($name));
+                }
+            )*
+        }
+    };
 }
 
-#[test]
-fn every_case_of_the_release_model() {
-    check_all("qwen3_5_vlm");
-}
+every_case_of!(
+    qwen3_5,
+    qwen3_5_vlm,
+    qwen3_5_moe,
+    qwen3_5_moe_vlm,
+    qwen3_next,
+    bailing_moe_linear,
+    kimi_linear,
+    minimax,
+    minimax_m1,
+    bailing_hybrid,
+    bailing_moe_v2_5,
+    olmo_hybrid,
+    bamba
+);
 
 #[test]
 fn the_number_of_workers_changes_nothing() {

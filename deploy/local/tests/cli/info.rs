@@ -4,6 +4,36 @@ use serde_json::{Value, json};
 
 use crate::support::{Files, answer, fails, hypic, repository};
 
+/// Every fixture, and parts of the names of its tensors that the engine does not serve.
+const CHECKPOINTS: [(&str, &[&str]); 15] = [
+    ("qwen3_5", &[]),
+    ("qwen3_5_vlm", &["model.visual.", "mtp."]),
+    ("qwen3_5_moe", &[]),
+    ("qwen3_5_moe_vlm", &["model.visual.", "mtp."]),
+    ("qwen3_next", &[]),
+    ("bailing_moe_linear", &[]),
+    ("bailing_moe_v2_5", &[]),
+    ("bailing_hybrid", &[]),
+    ("kimi_linear", &[]),
+    ("minimax", &["self_attn.slope_rate", "_decay"]),
+    ("minimax_m1", &[]),
+    ("olmo_hybrid", &[]),
+    ("bamba", &[]),
+    ("granitemoehybrid", &[]),
+    ("nemotron_h", &[]),
+];
+
+/// Configurations of released models that are complete, their linear and full layers, and their kind of T.
+const COMPLETE: [(&str, [usize; 2], &str); 7] = [
+    ("Qwen3.5-35B-A3B", [30, 10], "dense"),
+    ("Qwen3.5-122B-A10B", [36, 12], "dense"),
+    ("Qwen3-Next-80B-A3B", [36, 12], "dense"),
+    ("Ring-mini-linear-2.0", [16, 4], "scalar"),
+    ("Kimi-Linear-48B-A3B", [20, 7], "dense"),
+    ("MiniMax-M1", [70, 10], "scalar"),
+    ("Ling-3.0-flash", [35, 7], "dense"),
+];
+
 #[test]
 fn of_the_demo_model() {
     let info = answer(&["model", "info", "--json"]);
@@ -19,12 +49,13 @@ fn of_the_demo_model() {
 
 #[test]
 fn a_configuration_alone_is_enough() {
-    for name in ["qwen3_5", "qwen3_5_vlm"] {
+    for (name, _) in CHECKPOINTS {
         let golden = repository(&format!("golden/{name}"));
         let whole = answer(&["model", "info", &golden, "--json"]);
         let files = Files::new();
-        files.write("config.json", std::fs::read(format!("{golden}/config.json")).unwrap());
+        let file = files.write("config.json", std::fs::read(format!("{golden}/config.json")).unwrap());
         assert_eq!(answer(&["model", "info", files.path(), "--json"]), whole);
+        assert_eq!(answer(&["model", "info", &file, "--json"]), whole);
         assert_eq!(whole["turn_anchor"], Value::Null);
         assert_eq!(whole["dtype"], "f32");
     }
@@ -32,11 +63,41 @@ fn a_configuration_alone_is_enough() {
 
 #[test]
 fn parameters_are_those_of_the_file() {
-    let bytes = std::fs::read(repository("golden/qwen3_5/model.safetensors")).unwrap();
-    let weights = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let count: usize = weights.tensors().iter().map(|(_, t)| t.shape().iter().product::<usize>()).sum();
-    let info = answer(&["model", "info", &repository("golden/qwen3_5"), "--json"]);
-    assert_eq!(info["parameters"], json!(count));
+    for (name, ignored) in CHECKPOINTS {
+        let bytes = std::fs::read(repository(&format!("golden/{name}/model.safetensors"))).unwrap();
+        let weights = safetensors::SafeTensors::deserialize(&bytes).unwrap().tensors();
+        let served = weights.iter().filter(|(tensor, _)| !ignored.iter().any(|part| tensor.contains(part)));
+        let count: usize = served.map(|(_, t)| t.shape().iter().product::<usize>()).sum();
+        let info = answer(&["model", "info", &repository(&format!("golden/{name}")), "--json"]);
+        assert_eq!(info["parameters"], json!(count), "{name}");
+    }
+}
+
+#[test]
+fn released_models_are_told_from_their_configuration() {
+    for (name, [linear, full], transition) in COMPLETE {
+        let file = repository(&format!("golden/production_configs/{name}.json"));
+        let info = answer(&["model", "info", &file, "--dtype", "bf16", "--json"]);
+        assert_eq!((&info["linear_layers"], &info["attention_layers"]), (&json!(linear), &json!(full)), "{name}");
+        assert_eq!((&info["transition"], &info["compose"]), (&json!(transition), &json!("transition")), "{name}");
+        let at = |tokens: &str| info["entry_bytes"][tokens].as_u64().unwrap();
+        let per_token = info["kv_bytes_per_token"].as_u64().unwrap() + 4;
+        assert_eq!(at("8192") - at("2048"), 6144 * per_token, "{name}");
+        assert!(at("512") > info["entry_recurrent_bytes"].as_u64().unwrap(), "{name}");
+        let run = hypic(&["model", "info", &file]);
+        assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{name}");
+        for word in [name, &format!("{linear} linear, {full} full attention"), transition, "8192 tokens"] {
+            assert!(run.stdout.contains(word), "{word} is not in {}", run.stdout);
+        }
+    }
+}
+
+#[test]
+fn an_incomplete_configuration_is_refused_by_the_key_that_is_missing() {
+    for (name, key) in [("Ring-flash-linear-2.0", "group_norm_size"), ("Ring-2.5-1T", "first_k_dense_replace")] {
+        let file = repository(&format!("golden/production_configs/{name}.json"));
+        fails(1, &["model", "info", &file], &[&format!("{name}.json: {key}: is missing")]);
+    }
 }
 
 #[test]
@@ -73,7 +134,7 @@ fn what_cannot_be_told_is_refused() {
     fails(1, &["model", "info", files.path()], &["config.json", files.path()]);
     fails(1, &["model", "info", &format!("{}/nowhere", files.path())], &["nowhere", "does not exist"]);
     let file = files.write("config.json", "{");
-    fails(1, &["model", "info", &file], &["is a file"]);
+    fails(1, &["model", "info", &file], &["config.json", "not valid JSON"]);
     fails(1, &["model", "info", files.path()], &["config.json", "not valid JSON"]);
     files.write("config.json", b"\xff\xff");
     fails(1, &["model", "info", files.path(), "--json"], &["config.json", "UTF-8"]);

@@ -18,7 +18,7 @@ fn numbers(rows: usize, cols: usize, seed: usize) -> CpuTensor {
 }
 
 fn shape(heads: usize, kv_heads: usize, dtype: DType) -> AttentionShape {
-    let kv = KvShape { heads: kv_heads, d_k: D_K, d_v: D_V, dtype };
+    let kv = KvShape { heads: kv_heads, d_k: D_K, d_v: D_V, shared: false, dtype };
     AttentionShape { heads, kv, scale: 1.3 }
 }
 
@@ -32,7 +32,8 @@ fn store(kv: KvShape, tokens: usize, first: i64, rope: Option<&CpuRope>, seed: u
     let mut store = CpuKv::new(kv);
     let (k, v) = (numbers(tokens, kv.heads * D_K, seed), numbers(tokens, kv.heads * D_V, seed + 1));
     let positions: Vec<i64> = (first..first + tokens as i64).collect();
-    store.append(0..tokens, Cols::new(&k, 0), Cols::new(&v, 0), &positions, rope);
+    let v = (!kv.shared).then(|| Cols::new(&v, 0));
+    store.append(0..tokens, Cols::new(&k, 0), v, &positions, rope);
     store
 }
 
@@ -93,6 +94,11 @@ impl Case {
         let mut out = Vec::new();
         let hosts: Vec<_> = self.spans.iter().map(|s| s.0.download()).chain([self.own.download()]).collect();
         let planes: Vec<_> = hosts.iter().map(|h| (h.k.to_f64(), h.v.to_f64())).collect();
+        let value = |index: usize, token: usize, head: usize| {
+            let (k, v): &(Vec<f64>, Vec<f64>) = &planes[index];
+            let at = token * kv.heads + head;
+            if kv.shared { &k[at * D_K..][..D_V] } else { &v[at * D_V..][..D_V] }
+        };
         for row in 0..self.rows() {
             for h in 0..heads {
                 let kv_head = h / (heads / kv.heads);
@@ -113,7 +119,7 @@ impl Case {
                         let k = &planes[index].0[(token * kv.heads + kv_head) * D_K..][..D_K];
                         let score: f64 = q.iter().zip(k).map(|(q, k)| f64::from(*q) * k).sum();
                         weights.push((score * f64::from(scale)).exp());
-                        values.push(&planes[index].1[(token * kv.heads + kv_head) * D_V..][..D_V]);
+                        values.push(value(index, token, kv_head));
                     }
                 }
                 let sum: f64 = weights.iter().sum();
@@ -150,6 +156,19 @@ fn rows_behind_spans_and_own_tokens() {
             for (rows, before) in [(1, 0), (1, 63), (1, 64), (5, 130), (41, 0), (90, 35)] {
                 Case::new(shape(heads, kv_heads, dtype), Some(rope()), rows, before, 4).compare();
                 Case::new(shape(heads, kv_heads, dtype), None, rows, before, 2).compare();
+            }
+        }
+    }
+}
+
+#[test]
+fn values_are_the_beginning_of_keys_where_they_are_shared() {
+    for (heads, kv_heads) in [(1, 1), (6, 2), (16, 1), (100, 1)] {
+        for dtype in [DType::F32, DType::Bf16] {
+            for (rows, before) in [(1, 0), (1, 64), (5, 130), (90, 35)] {
+                let mut shape = shape(heads, kv_heads, dtype);
+                shape.kv.shared = true;
+                Case::new(shape, Some(rope()), rows, before, 4).compare();
             }
         }
     }

@@ -2,7 +2,7 @@ use super::*;
 use crate::RopeSpec;
 use crate::cpu::CpuTensor;
 
-const SHAPE: KvShape = KvShape { heads: 3, d_k: 10, d_v: 7, dtype: DType::F32 };
+const SHAPE: KvShape = KvShape { heads: 3, d_k: 10, d_v: 7, shared: false, dtype: DType::F32 };
 
 fn numbers(shape: &[usize], seed: usize) -> CpuTensor {
     let mut t = CpuTensor::zeros(shape);
@@ -19,7 +19,7 @@ fn store(shape: KvShape, tokens: usize) -> CpuKv {
     while done < tokens {
         let n = (done % 23 + 1).min(tokens - done);
         let (k, v) = (Cols::new(&k, 1), Cols::new(&v, 2));
-        kv.append(2 + done..2 + done + n, k, v, &positions[done..done + n], None);
+        kv.append(2 + done..2 + done + n, k, (!shape.shared).then_some(v), &positions[done..done + n], None);
         done += n;
     }
     kv
@@ -55,6 +55,30 @@ fn what_goes_in_comes_out() {
 }
 
 #[test]
+fn shared_values_take_no_memory_and_are_the_beginning_of_keys() {
+    for dtype in [DType::F32, DType::Bf16] {
+        let kv = store(KvShape { shared: true, dtype, ..SHAPE }, 100);
+        assert_eq!((kv.bytes(), kv.shape().d_v), (112 * 30 * dtype.size(), 0));
+        let host = kv.download();
+        assert_eq!((host.v.dtype(), host.v.shape()), (dtype, &[100, 3, 0][..]));
+        assert_eq!(CpuKv::upload(&host, kv.shape()).download(), host);
+        assert_eq!(kv.copy(5..93).download().k.to_f32(), host.k.to_f32()[5 * 30..93 * 30]);
+        let keys = host.k.to_f32();
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for tokens in [0..100, 0..0, 3..4, 5..16, 16..48, 30..71] {
+                for d_v in [1, 7, 8, 9, 10] {
+                    let mut values = vec![f32::NAN; 3];
+                    any_planes!(kv.planes(), planes => planes[1].values(isa, tokens.clone(), 10, d_v, &mut values));
+                    let want: Vec<f32> =
+                        tokens.clone().flat_map(|token| keys[token * 30 + 10..][..d_v].to_vec()).collect();
+                    assert_eq!(values[..tokens.len() * d_v], want, "{isa:?} {tokens:?} {d_v}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn copies_and_prefixes_are_the_tokens_they_name() {
     let kv = store(SHAPE, 100);
     let whole = kv.download();
@@ -70,7 +94,7 @@ fn copies_and_prefixes_are_the_tokens_they_name() {
         kv.truncate(len);
         let positions: Vec<i64> = (len as i64..100).collect();
         let (k, v) = (numbers(&[102, 32], 1), numbers(&[102, 25], 2));
-        kv.append(2 + len..102, Cols::new(&k, 1), Cols::new(&v, 2), &positions, None);
+        kv.append(2 + len..102, Cols::new(&k, 1), Some(Cols::new(&v, 2)), &positions, None);
         assert_eq!(kv.download(), whole, "cut at {len}");
     }
 }
@@ -80,7 +104,7 @@ fn keys_are_turned_as_they_are_appended() {
     let rope = CpuRope::new(&RopeSpec { offset: 2, inv_freq: vec![1.0, 0.1], interleaved: false, scale: 1.0 });
     let (k, v) = (numbers(&[2, 30], 1), numbers(&[2, 21], 2));
     let mut kv = CpuKv::new(SHAPE);
-    kv.append(0..2, Cols::new(&k, 0), Cols::new(&v, 0), &[-3, 4], Some(&rope));
+    kv.append(0..2, Cols::new(&k, 0), Some(Cols::new(&v, 0)), &[-3, 4], Some(&rope));
     let mut want = k.data().to_vec();
     let turner = rope.turner(4);
     turner.turn(Isa::Portable, -3, 10, &mut want[..30]);

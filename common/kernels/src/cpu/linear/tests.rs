@@ -1,3 +1,4 @@
+use super::words::round_bf16;
 use super::*;
 
 /// Numbers in [-1, 1) that look random.

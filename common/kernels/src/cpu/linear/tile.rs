@@ -3,7 +3,7 @@
 //! Weights come in lines of [`PANEL`] 32-bit words, one line a step: f32, or two bf16 of consecutive k (the even one
 //! in the low half). Every output is the sum, in order, of sums over [`CHUNK`] steps, each with one accumulator that
 //! walks k upwards from zero, whatever the shape of the tile: a row's result never depends on the rows computed
-//! beside it.
+//! beside it. Rows of activations may lie anywhere ([`Job::take`]), so that some of a batch need not be gathered.
 
 use std::ops::Range;
 
@@ -29,9 +29,19 @@ pub(super) struct Job<'a> {
     pub steps: usize,
     /// Activations, [`Product::WORDS`] words a step, `steps` steps a row.
     pub x: *const u32,
-    /// `[rows, n]`.
-    pub out: Shared<'a, f32>,
-    /// Columns of `out`.
+    /// Words from a row of activations to the next.
+    pub x_row: usize,
+    /// The row of activations that each row of the product takes; `None`: its own.
+    pub take: Option<&'a [u32]>,
+    /// Where the sums go.
+    pub out: &'a Shared<'a, f32>,
+    /// Where in `out` the column `first_col` of the first row is.
+    pub out_at: usize,
+    /// From a row of `out` to the next.
+    pub out_row: usize,
+    /// First column that is computed.
+    pub first_col: usize,
+    /// Columns of the weights.
     pub n: usize,
     /// Add to `out` instead of overwriting it.
     pub accumulate: bool,
@@ -43,6 +53,14 @@ pub(super) struct Walk {
     steps: Range<usize>,
     offset: usize,
     stride: usize,
+}
+
+impl Job<'_> {
+    /// The row of activations of row `row` of the product.
+    #[inline(always)]
+    fn source(&self, row: usize) -> usize {
+        self.take.map_or(row, |take| take[row] as usize)
+    }
 }
 
 // SAFETY: weights and activations are only read; `out` is shared by its own rules.
@@ -166,13 +184,13 @@ unsafe fn chunk<P: Product, const R: usize, const C: usize>(
 ) -> [[P::Sum; C]; R] {
     let lanes = P::Sum::LANES;
     let panel = job.steps * PANEL;
-    // SAFETY: `weights` has `steps` lines for each panel below n, `x` has `steps` steps for each row.
+    // SAFETY: `weights` has `steps` lines for each panel below n, `x` has `steps` steps for each row that is taken.
     unsafe {
         let w = job.weights.add(col / PANEL * panel + col % PANEL + steps.start * PANEL);
         let ask = w.wrapping_add(walk.offset);
         let mut x = [job.x; R];
         for (r, x) in x.iter_mut().enumerate() {
-            *x = job.x.add(((row + r) * job.steps + steps.start) * P::WORDS);
+            *x = job.x.add(job.source(row + r) * job.x_row + steps.start * P::WORDS);
         }
         let mut sums = [[P::Sum::zero(); C]; R];
         for step in 0..steps.len() {
@@ -221,7 +239,7 @@ unsafe fn finish<V: Vector, const R: usize, const C: usize>(
     let width = C * V::LANES;
     let valid = width.min(job.n.saturating_sub(col));
     for (r, sums) in sums.iter().enumerate() {
-        let at = (row + r) * job.n + col;
+        let at = job.out_at + (row + r) * job.out_row + (col - job.first_col);
         if valid == width {
             // SAFETY: the block is this task's own, and `out` as wide as what is stored.
             unsafe { write::<V, C>(job.out.part(at..at + width), sums, add) };

@@ -2,8 +2,11 @@
 //!
 //! Everything here trusts its caller with addresses and with the CPU's instructions.
 
+use std::ops::Range;
+
 use half::bf16;
 
+use super::GROUP;
 use crate::cpu::{Isa, math};
 
 /// Elements that a kernel can read as f32.
@@ -22,6 +25,9 @@ pub(in crate::cpu) trait Element: Copy + Send + Sync + 'static {
 
     /// The values of `from`.
     fn widen_all(isa: Isa, from: &[Self], to: &mut [f32]);
+
+    /// `to [lanes, rows]` = the columns `lanes` of `from [rows, GROUP]`.
+    fn transpose(isa: Isa, from: &[Self], lanes: Range<usize>, to: &mut [f32]);
 }
 
 impl Element for f32 {
@@ -44,6 +50,10 @@ impl Element for f32 {
     fn widen_all(_: Isa, from: &[f32], to: &mut [f32]) {
         to.copy_from_slice(from);
     }
+
+    fn transpose(isa: Isa, from: &[f32], lanes: Range<usize>, to: &mut [f32]) {
+        transpose_f32(isa, from, lanes, to);
+    }
 }
 
 impl Element for bf16 {
@@ -65,6 +75,49 @@ impl Element for bf16 {
 
     fn widen_all(isa: Isa, from: &[bf16], to: &mut [f32]) {
         widen_bf16(isa, from, to);
+    }
+
+    fn transpose(isa: Isa, from: &[bf16], lanes: Range<usize>, to: &mut [f32]) {
+        transpose_bf16(isa, from, lanes, to);
+    }
+}
+
+/// See [`Element::transpose`]. Whole squares are moved by constant indices, which compile to shuffles.
+#[inline(always)]
+fn transpose<E: Element>(from: &[E], lanes: Range<usize>, to: &mut [f32]) {
+    let rows = from.len() / GROUP;
+    let whole = if lanes.len() == GROUP { rows - rows % SQUARE } else { 0 };
+    for row in (0..whole).step_by(SQUARE) {
+        for lane in (0..GROUP).step_by(SQUARE) {
+            let square: [[f32; SQUARE]; SQUARE] = std::array::from_fn(|i| {
+                let from: &[E; SQUARE] = from[(row + i) * GROUP + lane..].first_chunk().expect("a row of the square");
+                from.map(E::widen)
+            });
+            for j in 0..SQUARE {
+                let column: [f32; SQUARE] = std::array::from_fn(|i| square[i][j]);
+                to[(lane + j) * rows + row..][..SQUARE].copy_from_slice(&column);
+            }
+        }
+    }
+    for (to, lane) in to.chunks_exact_mut(rows.max(1)).zip(lanes) {
+        for (row, to) in to.iter_mut().enumerate().skip(whole) {
+            *to = from[row * GROUP + lane].widen();
+        }
+    }
+}
+
+/// Side of the squares of a transposition.
+const SQUARE: usize = 8;
+
+math::per_isa! {
+    fn transpose_f32(from: &[f32], lanes: Range<usize>, to: &mut [f32]) {
+        transpose(from, lanes, to);
+    }
+}
+
+math::per_isa! {
+    fn transpose_bf16(from: &[bf16], lanes: Range<usize>, to: &mut [f32]) {
+        transpose(from, lanes, to);
     }
 }
 

@@ -15,9 +15,16 @@ fn near(got: f32, want: f64) -> bool {
     (f64::from(got) - want).abs() <= 1e-6 * want.abs() + 1e-9
 }
 
-fn gate_f64(g: f32, gate: Gate) -> f64 {
-    let s = 1.0 / (1.0 + (-f64::from(g)).exp());
-    if gate == Gate::Silu { f64::from(g) * s } else { s }
+const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::Sigmoid, Activation::SquaredRelu];
+
+fn activated_f64(x: f32, activation: Activation) -> f64 {
+    let x = f64::from(x);
+    let s = 1.0 / (1.0 + (-x).exp());
+    match activation {
+        Activation::Silu => x * s,
+        Activation::Sigmoid => s,
+        Activation::SquaredRelu => x.max(0.0).powi(2),
+    }
 }
 
 fn scale_f64(x: &[f32], eps: f64) -> f64 {
@@ -86,36 +93,58 @@ fn gates_match_f64() {
         assert_eq!(out.shape(), [rows, f]);
         for (i, got) in out.data().iter().enumerate() {
             let x = &x.data()[i / f * 2 * f..];
-            let want = gate_f64(x[i % f], Gate::Silu) * f64::from(x[f + i % f]);
+            let want = activated_f64(x[i % f], Activation::Silu) * f64::from(x[f + i % f]);
             assert!(near(*got, want), "{got} is not {want}");
         }
-        for kind in [Gate::Silu, Gate::Sigmoid] {
-            let mut y = out.clone();
-            gate(isa, pool, &mut y, Cols::new(&wide, col), kind);
-            for (i, got) in y.data().iter().enumerate() {
-                let g = wide.data()[i / f * wide.cols() + col + i % f];
-                assert!(near(*got, f64::from(out.data()[i]) * gate_f64(g, kind)), "{kind:?} of {g}");
+        for kind in ACTIVATIONS {
+            for width in [1, f] {
+                let mut y = out.clone();
+                gate(isa, pool, &mut y, Cols::new(&wide, col), width, kind);
+                for (i, got) in y.data().iter().enumerate() {
+                    let g = wide.data()[i / f * wide.cols() + col + i % f / width];
+                    let want = f64::from(out.data()[i]) * activated_f64(g, kind);
+                    assert!(near(*got, want), "{kind:?} of {g}, width {width}");
+                }
+            }
+            let mut y = wide.clone();
+            activate(isa, pool, &mut y, col..col + f, kind);
+            for (i, (got, x)) in y.data().iter().zip(wide.data()).enumerate() {
+                let inside = (col..col + f).contains(&(i % wide.cols()));
+                let want = if inside { activated_f64(*x, kind) } else { f64::from(*x) };
+                assert!(near(*got, want), "{kind:?} of {x}, column {}", i % wide.cols());
             }
         }
     });
 }
 
 #[test]
-fn gated_norm_is_the_norm_of_each_head_times_its_gate() {
+fn gated_norm_is_the_norm_of_each_group_beside_its_gate() {
     let (rows, heads, width, col) = (757, 3, 20, 4);
-    let o = tensor(&[rows, heads * width], wave);
-    let g = tensor(&[rows, col + heads * width], |i| wave(i + 5));
-    let weight = tensor(&[width], |i| 1.0 + 0.2 * wave(i));
+    let cols = heads * width;
+    let o = tensor(&[rows, cols], wave);
+    let g = tensor(&[rows, col + cols], |i| wave(i + 5));
     each_isa(|isa, pool| {
-        for kind in [Gate::Silu, Gate::Sigmoid] {
+        for (activation, gate_first, weights) in [
+            (Activation::Silu, false, width),
+            (Activation::Sigmoid, false, cols),
+            (Activation::Silu, true, cols),
+            (Activation::SquaredRelu, true, width),
+        ] {
+            let weight = tensor(&[weights], |i| 1.0 + 0.2 * wave(i));
+            let spec = GatedNorm { group: width, eps: 1e-6, activation, gate_first };
             let mut out = tensor(&[1], |_| f32::NAN);
-            gated_norm(isa, pool, &o, &weight, 1e-6, Cols::new(&g, col), kind, &mut out);
+            gated_norm(isa, pool, spec, &o, &weight, Cols::new(&g, col), &mut out);
             for (i, got) in out.data().iter().enumerate() {
-                let (row, c) = (i / (heads * width), i % (heads * width));
-                let head = &o.data()[i - c % width..][..width];
-                let gate = gate_f64(g.data()[row * g.cols() + col + c], kind);
-                let want = f64::from(o.data()[i]) * scale_f64(head, 1e-6) * f64::from(weight.data()[c % width]) * gate;
-                assert!(near(*got, want), "{kind:?}: {got} is not {want}");
+                let (row, c) = (i / cols, i % cols);
+                let gate = |c: usize| activated_f64(g.data()[row * g.cols() + col + c], activation);
+                let start = c - c % width;
+                let group: Vec<f64> = (start..start + width)
+                    .map(|c| f64::from(o.data()[row * cols + c]) * if gate_first { gate(c) } else { 1.0 })
+                    .collect();
+                let mean = group.iter().map(|x| x * x).sum::<f64>() / width as f64;
+                let normed = group[c % width] / (mean + 1e-6).sqrt() * f64::from(weight.data()[c % weights]);
+                let want = if gate_first { normed } else { normed * gate(c) };
+                assert!(near(*got, want), "{spec:?}: {got} is not {want}");
             }
         }
     });
@@ -128,7 +157,8 @@ fn every_instruction_set_has_the_same_bits() {
     let mut first: Option<CpuTensor> = None;
     for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
         let mut out = CpuTensor::zeros(&[0]);
-        gated_norm(isa, &Pool::new(1), &x, &weight, 1e-6, Cols::new(&x, 0), Gate::Silu, &mut out);
+        let spec = GatedNorm { group: 7, eps: 1e-6, activation: Activation::Silu, gate_first: true };
+        gated_norm(isa, &Pool::new(1), spec, &x, &weight, Cols::new(&x, 0), &mut out);
         assert_eq!(*first.get_or_insert(out.clone()), out, "{isa:?}");
     }
 }
@@ -142,4 +172,17 @@ fn gather_takes_rows_in_any_order() {
     assert_eq!(out.data(), [9.0, 10.0, 11.0, 0.0, 1.0, 2.0, 9.0, 10.0, 11.0]);
     gather(&x, &[], &mut out);
     assert_eq!(out.shape(), [0, 3]);
+}
+
+#[test]
+fn mix_reads_nothing_that_it_overwrites() {
+    let x = tensor(&[700, 37], wave);
+    each_isa(|isa, pool| {
+        let mut acc = tensor(&[700, 37], |_| f32::NAN);
+        mix(isa, pool, &mut acc, 0.0, &x, 2.0);
+        mix(isa, pool, &mut acc, 0.5, &x, -3.0);
+        for (got, x) in acc.data().iter().zip(x.data()) {
+            assert_eq!(*got, 0.5 * (2.0 * x) + -3.0 * x);
+        }
+    });
 }

@@ -1,0 +1,56 @@
+//! Mixture of experts. Routing is discontinuous: logits that differ in the last bit can choose another expert, so the
+//! router is computed in f32 whatever the model's dtype, and its logits depend on nothing but their row.
+
+use hypic_kernels::{Backend, Expert, RouteSpec};
+use hypic_state::DType;
+
+use super::{Loader, Mlp, Scratch, Sum};
+use crate::ModelError;
+use crate::spec::{ExpertsSpec, MlpSpec};
+
+/// Experts, a few of which serve a row, and one that serves every row.
+pub(crate) struct Experts<B: Backend> {
+    route: RouteSpec,
+    /// `[experts, hidden]`, always in f32: rounded logits would choose other experts.
+    router: B::Linear,
+    bias: Option<B::Tensor>,
+    experts: Vec<Expert<B>>,
+    shared: Option<Mlp<B>>,
+    shared_gate: Option<B::Linear>,
+}
+
+impl<B: Backend> Experts<B> {
+    pub fn load(loader: &mut Loader<'_, B>, spec: &ExpertsSpec, hidden: usize) -> Result<Self, ModelError> {
+        let stacked = spec.fused.as_ref().filter(|f| f.first().is_some_and(|e| loader.checkpoint.has(&e.down.name)));
+        let experts = stacked.unwrap_or(&spec.experts);
+        debug_assert_eq!(experts.len(), spec.route.experts, "a description has every expert");
+        Ok(Experts {
+            route: spec.route,
+            router: loader.linear_in([&spec.router], hidden, DType::F32)?,
+            bias: spec.bias.as_ref().map(|name| loader.tensor(name, &[spec.route.experts])).transpose()?,
+            experts: experts.iter().map(|e| expert(loader, e, hidden)).collect::<Result<_, _>>()?,
+            shared: spec.shared.as_ref().map(|s| Mlp::load(loader, s, hidden)).transpose()?,
+            shared_gate: match &spec.shared_gate {
+                Some(gate) => Some(loader.linear_in([gate], hidden, DType::F32)?),
+                None => None,
+            },
+        })
+    }
+
+    pub fn forward(&self, backend: &B, x: &B::Tensor, scratch: &mut Scratch<B>, mut sum: Sum<'_, B>) {
+        if let Some(shared) = &self.shared {
+            shared.forward(backend, x, scratch, self.shared_gate.as_ref(), &mut sum);
+        }
+        let Scratch { logits, routing, .. } = scratch;
+        backend.linear(&self.router, x, logits);
+        backend.route(&self.route, logits, self.bias.as_ref(), routing);
+        backend.experts(&self.experts, routing, x, sum.so_far(x));
+    }
+}
+
+fn expert<B: Backend>(loader: &mut Loader<'_, B>, spec: &MlpSpec, hidden: usize) -> Result<Expert<B>, ModelError> {
+    if spec.ungated.is_some() {
+        return Err(ModelError::Unsupported(format!("experts without a gate ({})", spec.down.name)));
+    }
+    Ok(Expert { gate_up: loader.linear(&spec.gate_up, hidden)?, down: loader.linear([&spec.down], spec.inner)? })
+}

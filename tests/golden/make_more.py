@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""Reference numbers of families beside those of README.md, in the same layout, from their model classes in transformers.
+
+    python make_more.py OUT [name ...]
+
+Needs torch, transformers (5.24), safetensors and numpy; runs on the CPU in a minute. A different version of torch may draw
+other random weights, so the files are the truth, not their making. Everything is computed in float64, casts to float32 in the
+model code included, and stored as float32.
+"""
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+VOCAB, SHORT, LONG, GREEDY = 256, 37, 150, 24
+MARGIN, GAP, DISTINCT = 0.02, 5e-4, 12     # least distance of the two best tokens, of experts chosen and not; least distinct tokens
+
+
+@contextlib.contextmanager
+def float64():
+    """Casts to float32 become casts to float64."""
+    kept = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = kept[:3]
+        torch.set_default_dtype(kept[3])
+
+
+def draw(model, seed):
+    """Random weights under which gates, decays and the softmax are not saturated."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda shape, scale, mean=0.0: torch.randn(shape, generator=generator) * scale + mean
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            leaf, shape = name.rsplit(".", 1)[-1], tuple(p.shape)
+            if leaf == "A_log":
+                value = torch.rand(shape, generator=generator) * math.log(50) + math.log(0.05)
+            elif leaf == "dt_bias":
+                value = normal(shape, 0.8, -0.7)
+            elif leaf == "D":
+                value = normal(shape, 0.3, 1.0)
+            elif "norm" in name.lower():
+                value = normal(shape, 0.2, 1.0)
+            elif leaf == "bias":
+                value = normal(shape, 0.2)
+            elif "conv1d" in name:
+                value = normal(shape, 0.5)
+            elif "embed" in name:
+                value = normal(shape, 0.15 if model.config.tie_word_embeddings else 0.7)
+            elif "lm_head" in name:
+                value = normal(shape, 2 / math.sqrt(shape[-1]))
+            elif "router" in name:
+                value = normal(shape, 1.5 / math.sqrt(shape[-1]))
+            else:
+                out = any(part in name for part in ("o_proj", "out_proj", "down_proj", "output_linear"))
+                value = normal(shape, (0.5 if out else 1.0) / math.sqrt(shape[-1]))
+            p.copy_(value)
+
+
+def correlate_mamba(model):
+    """Keys (B) like queries (C): otherwise their products are near 0 and the output norm amplifies rounding."""
+    mix = lambda c, b: b.copy_(0.8 * c + 0.6 * b)
+    with torch.no_grad():
+        for m in model.modules():
+            if hasattr(m, "ssm_state_size"):
+                inner, keys = m.intermediate_size, m.n_groups * m.ssm_state_size
+                for tensor, at in ((m.in_proj.weight, 2 * inner), (m.conv1d.weight, inner), (m.conv1d.bias, inner)):
+                    mix(tensor[at + keys:at + 2 * keys], tensor[at:at + keys])
+
+
+class RouterGaps:
+    """The smallest distance between the logits of the last expert chosen and the first one not."""
+
+    def __init__(self, model):
+        self.least, self.hooks = math.inf, []
+        for m in model.modules():
+            if "Router" in type(m).__name__:
+                self.hooks.append(m.register_forward_hook(self.look))
+
+    def look(self, module, _, out):
+        best = out[0].topk(module.top_k + 1, -1)[0]
+        self.least = min(self.least, float((best[:, -2] - best[:, -1]).min()))
+
+
+def numbers_of(config):
+    """The number of each block's layer: an MLP that is a block of its own belongs to the layer before it."""
+    mixers = np.cumsum([kind != "mlp" for kind in config.layer_types])
+    return (mixers - 1).tolist()
+
+
+def states(cache, prefix, numbers):
+    """Recurrent states, convolution inputs, keys and values."""
+    found = {}
+    for block, layer in enumerate(cache.layers):
+        at = f"{prefix}.layer{numbers[block]}"
+        if getattr(layer, "recurrent_states", None) is not None:
+            found[f"{at}.recurrent"], found[f"{at}.conv"] = layer.recurrent_states[0][0], layer.conv_states[0][0]
+        elif getattr(layer, "keys", None) is not None and layer.keys.numel():
+            found[f"{at}.k"], found[f"{at}.v"] = layer.keys[0], layer.values[0]
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def step(model, ids, cache, start):
+    """Positions are always given: some classes start at 0 again without them."""
+    positions = torch.arange(start, start + len(ids))[None]
+    return model(input_ids=torch.tensor([ids]), position_ids=positions, cache=cache, use_cache=True).logits[0]
+
+
+@torch.no_grad()
+def run(model, short, long):
+    inner, numbers, found = model.model, numbers_of(model.config), {}
+    for tag, ids in (("short", short), ("long", long)):
+        cache = transformers.DynamicCache(config=model.config)
+        hidden, hooks = {}, []
+        first = lambda _, args, kwargs: hidden.update(embed=(args[0] if args else kwargs["hidden_states"])[0].clone())
+        hooks.append(inner.layers[0].register_forward_pre_hook(first, with_kwargs=True))
+        for l, layer in zip(numbers, inner.layers):
+            keep = lambda _, __, out, l=l: hidden.update({f"layer{l}": (out[0] if isinstance(out, tuple) else out)[0].clone()})
+            hooks.append(layer.register_forward_hook(keep))
+        norm = inner.norm if hasattr(inner, "norm") else inner.norm_f
+        hooks.append(norm.register_forward_hook(lambda _, __, out: hidden.update(final_norm=out[0].clone())))
+        logits = step(model, ids, cache, 0)
+        for hook in hooks:
+            hook.remove()
+        found[f"{tag}.input_ids"], found[f"{tag}.logits"] = torch.tensor(ids), logits
+        found.update(states(cache, tag, numbers))
+        if tag == "short":
+            found.update({f"short.hidden.{name}": tensor for name, tensor in hidden.items()})
+            kept, last = cache, logits[-1]
+    tokens, rows = [], []
+    for i in range(GREEDY):
+        rows.append(last)
+        tokens.append(int(last.argmax()))
+        last = step(model, [tokens[-1]], kept, SHORT + i)[-1]
+    found["greedy.tokens"], found["greedy.logits"] = torch.tensor(tokens), torch.stack(rows)
+    whole = step(model, short + tokens, transformers.DynamicCache(config=model.config), 0)
+    decoded = float((whole[SHORT - 1:SHORT - 1 + GREEDY] - found["greedy.logits"]).abs().max())
+    best = found["greedy.logits"].topk(2, -1)[0]
+    return found, float((best[:, 0] - best[:, 1]).min()), decoded
+
+
+def granite(**changes):
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+    keys = dict(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=16, shared_intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"], max_position_embeddings=4096,
+        rms_norm_eps=1e-5, embedding_multiplier=1.5, attention_multiplier=0.1875, residual_multiplier=0.75, logits_scaling=0.5,
+        position_embedding_type="rope", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, mamba_n_heads=8,
+        mamba_d_head=16, mamba_n_groups=1, mamba_d_state=24, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=32,
+        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**{**keys, **changes}))
+
+
+def nemotron(**changes):
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+    keys = dict(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"],
+        max_position_embeddings=4096, layer_norm_epsilon=1e-5, mamba_num_heads=8, mamba_head_dim=12, n_groups=2,
+        ssm_state_size=24, conv_kernel=4, expand=2, chunk_size=32, mlp_hidden_act="relu2", tie_word_embeddings=False,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return NemotronHForCausalLM(NemotronHConfig(**{**keys, **changes}))
+
+
+MAMBA_NOTES = [
+    "Mamba2 as in bamba: in_proj -> [gate | x | B | C | dt], convolution with bias over [x | B | C], gate before the norm; recurrent "
+    "is [heads, head_dim (value), d_state (key)].",
+]
+MODELS = {
+    "granitemoehybrid": dict(
+        id=31, build=granite, notes=MAMBA_NOTES + [
+            "embedding * embedding_multiplier; x + residual_multiplier * f(n(x)); softmax scale attention_multiplier; logits / logits_scaling.",
+            "experts: softmax over the logits of the chosen; shared_mlp serves every row and is added as it is; tied head.",
+            "checkpoint names of the releases: block_sparse_moe.{input_linear,output_linear,router.layer}.weight, shared_mlp.*.",
+        ]),
+    "nemotron_h": dict(
+        id=32, build=nemotron, notes=MAMBA_NOTES + [
+            "a block is a mixer or an MLP, x + f(norm(x)); in the numbers a layer is a mixer and the MLP behind it, if there is one.",
+            "attention does not rotate; MLP: down(max(up(x), 0)^2); heads * head_dim of Mamba2 is not expand * hidden_size.",
+        ]),
+}
+
+
+def make(name, spec, folder):
+    out = os.path.join(folder, name)
+    os.makedirs(out, exist_ok=True)
+    numbers = np.random.default_rng(1000 + spec["id"])
+    short, long = (numbers.integers(0, VOCAB, n).tolist() for n in (SHORT, LONG))
+    for seed in range(spec["id"] * 1000, spec["id"] * 1000 + 200):
+        torch.manual_seed(seed)
+        model = spec["build"]().eval()
+        draw(model, seed)
+        correlate_mamba(model)
+        model.save_pretrained(out)
+        model = type(model).from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        model = model.double()
+        with float64():
+            for m in model.modules():
+                if hasattr(m, "inv_freq"):
+                    m.inv_freq = m.compute_default_rope_parameters(m.config)[0]
+            gaps = RouterGaps(model)
+            found, margin, decoded = run(model, short, long)
+        distinct = len(set(found["greedy.tokens"].tolist()))
+        if margin >= MARGIN and gaps.least >= GAP and distinct >= DISTINCT:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed keeps its distance from ties")
+    assert decoded < 1e-10, f"{name}: decoding differs from an ordinary forward by {decoded}"
+    stored = {k: (v.float() if v.is_floating_point() else v).contiguous() for k, v in found.items()}
+    save_file(stored, os.path.join(out, "golden.safetensors"))
+    weights = open(os.path.join(out, "model.safetensors"), "rb").read()
+    described = dict(
+        name=name, reference=f"transformers {transformers.__version__} {type(model).__name__}, eager attention, torch fallback kernels",
+        weight_seed=seed, notes=spec["notes"], model_sha256=hashlib.sha256(weights).hexdigest(),
+        tensors={k: dict(shape=list(v.shape)) for k, v in stored.items()},
+        statistics=dict(greedy_min_margin=margin, greedy_distinct=distinct, router_min_gap=gaps.least if gaps.hooks else None, decode_vs_full_forward_max_abs=decoded))
+    with open(os.path.join(out, "golden.json"), "w") as f:
+        json.dump(described, f, indent=1)
+    print(f"{name}: seed {seed}, margin {margin}, gap {gaps.least}, {distinct} tokens, decoding within {decoded}")
+
+
+if __name__ == "__main__":
+    _, folder, *names = sys.argv
+    for name in names or MODELS:
+        make(name, MODELS[name], folder)
