@@ -34,7 +34,9 @@ impl Config {
         let text = std::str::from_utf8(bytes).map_err(|e| broken(format!("is not UTF-8 text: {e}")))?;
         // Some editors begin a file with a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let value: Value = serde_json::from_str(text).map_err(|e| broken(format!("is not valid JSON: {e}")))?;
+        let value: Value = serde_json::from_str(text)
+            .or_else(|e| serde_json::from_str(&infinity_quoted(text)).map_err(|_| e))
+            .map_err(|e| broken(format!("is not valid JSON: {e}")))?;
         if !value.is_object() {
             return Err(broken("must hold a JSON object ({ ... })".to_string()));
         }
@@ -217,5 +219,39 @@ fn shortened(value: &Value) -> String {
     match text.char_indices().nth(MOST) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
+    }
+}
+
+/// The text with `Infinity` outside of strings as a string of its own: Python writes the number so, and JSON has none.
+fn infinity_quoted(text: &str) -> String {
+    const WORD: &str = "Infinity";
+    let mut quoted = String::with_capacity(text.len() + 2);
+    let (mut in_string, mut escaped) = (false, false);
+    let mut rest = text;
+    while let Some(next) = rest.chars().next() {
+        if !in_string && rest.starts_with(WORD) {
+            quoted.extend(["\"", WORD, "\""]);
+            rest = &rest[WORD.len()..];
+            continue;
+        }
+        in_string ^= next == '"' && !escaped;
+        escaped = in_string && next == '\\' && !escaped;
+        quoted.push(next);
+        rest = &rest[next.len_utf8()..];
+    }
+    quoted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_infinite_number_is_read_as_python_writes_it() {
+        let config = Config::parse(r#"{"a": [0.0, Infinity], "b": "\"Infinity, ", "c": 1}"#).expect("a configuration");
+        assert_eq!(config.get("a"), Some(&serde_json::json!([0.0, "Infinity"])));
+        assert_eq!(config.get("b"), Some(&serde_json::json!("\"Infinity, ")));
+        let error = Config::parse(r#"{"a": Infinite}"#).expect_err("no JSON").to_string();
+        assert!(error.contains("is not valid JSON"), "{error}");
     }
 }

@@ -80,8 +80,7 @@ impl<B: Backend> Sum<'_, B> {
     /// The sum so far, `[rows, hidden]`, to add to; `like` is a tensor of its shape.
     pub fn so_far(&mut self, like: &B::Tensor) -> &mut B::Tensor {
         if !self.begun {
-            self.backend.resize(self.acc, like.shape());
-            self.backend.mix(self.acc, 0.0, like, 0.0);
+            *self.acc = self.backend.zeros(like.shape());
             self.begun = true;
         }
         self.acc

@@ -1,6 +1,8 @@
 //! Attention over a compressed latent (DeepSeek-V2, 2024) in its absorbed form: the up-projection of K is applied to
 //! the queries and that of V to the outputs, so that what is cached, and read, is the latent and one rotary key.
 
+use std::sync::Arc;
+
 use hypic_kernels::{Activation, AttentionShape, Backend, Cols, DeviceTensor, HeadCols, KvShape, RopeSpec};
 use hypic_state::{DType, HostTensor};
 
@@ -16,7 +18,7 @@ pub(crate) struct Latent<B: Backend> {
     pub shape: AttentionShape,
     nope: usize,
     d_v: usize,
-    rope: Option<B::Rope>,
+    rope: Option<Arc<B::Rope>>,
     /// Rows `[latent | rotary key | gate, if any | query, where it is direct]`.
     project: B::Linear,
     latent_norm: Norm<B>,
@@ -59,7 +61,7 @@ impl<B: Backend> Latent<B> {
             shape: AttentionShape { heads, kv, scale: spec.scale },
             nope,
             d_v,
-            rope: rope.map(|r| loader.backend.rope(&r)),
+            rope: rope.as_ref().map(|r| loader.rope(r)),
             project: packing.load(loader, hidden)?,
             latent_norm: loader.norm(&spec.latent_norm)?,
             query,
@@ -101,7 +103,7 @@ impl<B: Backend> Latent<B> {
         }
 
         let (q, k) = (Cols::new(query, 0), Cols::new(projected, 0));
-        attend(backend, self.shape, self.rope.as_ref(), (q, k, None), sequences, mixed);
+        attend(backend, self.shape, self.rope.as_deref(), (q, k, None), sequences, mixed);
         backend.resize(gated, &[x.rows(), heads * self.d_v]);
         backend.head_linear(&self.up_v, mixed, at(0, rank), gated, at(0, self.d_v));
         if let Some(Gate { col, width }) = &self.gate {

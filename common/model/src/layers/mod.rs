@@ -18,7 +18,7 @@ use hypic_state::DType;
 use crate::ModelError;
 use crate::spec::{FeedSpec, LayerSpec, MixerSpec};
 
-pub(crate) use attention::{Attention, AttentionSequence};
+pub(crate) use attention::{Attention, AttentionSequence, Seen, Stretch};
 pub(crate) use block::{Block, Sum};
 pub(crate) use experts::Experts;
 pub(crate) use latent::Latent;

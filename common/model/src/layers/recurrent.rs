@@ -2,6 +2,8 @@
 //! What differs between families is in the description; what can go wrong is a column that is taken for another, so
 //! the columns of the common projection are numbered where its rows are collected.
 
+use std::sync::Arc;
+
 use hypic_kernels::{
     Activation, Backend, ChannelGate, Cols, ConvFold, Decay, DeviceTensor, Fold, Form, GatedNorm, ScanInputs,
     ScanShape, Write,
@@ -21,7 +23,7 @@ pub(crate) struct Recurrent<B: Backend> {
     /// The convolution over the channels.
     pub conv: Option<Conv<B>>,
     /// Rotation of queries and keys at their positions.
-    pub rope: Option<B::Rope>,
+    pub rope: Option<Arc<B::Rope>>,
     /// Rows `[channels | b | decay | gate]`; of the last three, those that are there and direct.
     project: B::Linear,
     channels: Channels,
@@ -88,7 +90,7 @@ impl<B: Backend> Recurrent<B> {
             shape,
             form: spec.form(),
             conv: spec.conv.as_ref().map(|c| Conv::load(loader, c, spec.channels())).transpose()?,
-            rope: spec.rope.as_ref().map(|r| loader.backend.rope(r)),
+            rope: spec.rope.as_ref().map(|r| loader.rope(r)),
             project: packing.load(loader, hidden)?,
             channels: Channels::of(spec),
             activation: spec.activation,

@@ -2,8 +2,9 @@
 //! one input that share a matrix. What can go wrong is a tensor that is not as described: the checkpoint's error.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
-use hypic_kernels::Backend;
+use hypic_kernels::{Backend, RopeSpec};
 use hypic_state::{DType, HostTensor, Stored};
 
 use crate::spec::{NormSpec, ProjectionSpec, RowSource};
@@ -110,9 +111,21 @@ pub(crate) struct Loader<'a, B: Backend> {
     pub bytes: usize,
     /// Tensors that have been told.
     pub told: BTreeSet<String>,
+    /// Rotary embeddings so far: layers that rotate alike share one, and its table.
+    pub ropes: Vec<(RopeSpec, Arc<B::Rope>)>,
 }
 
 impl<B: Backend> Loader<'_, B> {
+    /// A rotary embedding.
+    pub fn rope(&mut self, spec: &RopeSpec) -> Arc<B::Rope> {
+        if let Some((_, rope)) = self.ropes.iter().find(|(known, _)| known == spec) {
+            return rope.clone();
+        }
+        let rope = Arc::new(self.backend.rope(spec));
+        self.ropes.push((spec.clone(), rope.clone()));
+        rope
+    }
+
     fn tell(&mut self, name: &str) {
         if !self.told.contains(name) {
             self.told.insert(name.to_string());

@@ -18,7 +18,7 @@ use crate::Model;
 use crate::layers::{Feed, Mixer, Workspace};
 
 pub use types::{Capture, Item, Jump, Logits, PartSink, PassError, PassOutput, Progress, Sequence, SequenceOutput};
-use walk::{Walker, attention_sequences, emit_captured, end_walk, recurrent_folds};
+use walk::{Walker, attention_sequences, emit_captured, end_walk, recurrent_folds, save_attention};
 
 /// A batch of sequences on its way through the layers.
 pub struct Pass<B: Backend> {
@@ -85,14 +85,18 @@ impl<B: Backend> Pass<B> {
         let walkers = &mut self.walkers;
         weights.mixer.forward(backend, ws, x, |mixer, rows, scratch, sum| match mixer {
             Mixer::Recurrent(mixer) => {
-                let (mut windows, mut folds) = recurrent_folds(backend, walkers, &parts, layer, mixer.rope.as_ref());
+                let (mut windows, mut folds) = recurrent_folds(backend, walkers, &parts, layer, mixer.rope.as_deref());
                 mixer.forward(backend, rows, scratch, &self.positions, &mut windows, &mut folds, sum);
             }
             Mixer::Attention(mixer) => {
-                mixer.forward(backend, rows, scratch, attention_sequences(walkers, parts, layer), sum);
+                let sequences = attention_sequences(backend, walkers, parts, layer);
+                mixer.forward(backend, rows, scratch, sequences, sum);
+                save_attention(backend, walkers, layer);
             }
             Mixer::Latent(mixer) => {
-                mixer.forward(backend, rows, scratch, attention_sequences(walkers, parts, layer), sum);
+                let sequences = attention_sequences(backend, walkers, parts, layer);
+                mixer.forward(backend, rows, scratch, sequences, sum);
+                save_attention(backend, walkers, layer);
             }
         });
         for walker in &mut self.walkers {
@@ -123,7 +127,7 @@ impl<B: Backend> Pass<B> {
                 Logits::Last => wanted.extend(walker.rows.clone().last()),
                 Logits::All => wanted.extend(walker.rows.clone()),
             }
-            sequences.push(end_walk(backend, walker, from..wanted.len()));
+            sequences.push(end_walk(walker, from..wanted.len()));
         }
         let logits = self.x.filter(|_| !wanted.is_empty()).map(|x| {
             backend.gather(&x, &wanted, &mut ws.chosen);

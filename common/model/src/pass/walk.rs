@@ -10,7 +10,7 @@ use hypic_kernels::{Backend, ConvFold, ConvStep, DeviceTensor, Fold, Step, Turn}
 use hypic_state::{LayerPart, PartState, RecurrentPart};
 
 use super::types::{Capture, Item, Jump, Logits, PassError, Sequence, SequenceOutput};
-use crate::layers::AttentionSequence;
+use crate::layers::{AttentionSequence, Seen, Stretch};
 use crate::running::{FrozenLayer, FrozenState, HeldSpan, LayerState, RunningState, SharedKv};
 
 /// The same walk as the items, with rows numbered.
@@ -23,27 +23,16 @@ enum Stop {
     Save,
 }
 
-struct SavePoint {
-    /// Rows in the sequence's own stores.
-    own_rows: usize,
-    /// Jumps of this pass before it.
-    jumps: usize,
-    position: i64,
-}
-
 pub(super) struct Walker<B: Backend> {
     state: RunningState<B>,
     stops: Vec<Stop>,
     jumps: Vec<Jump<B>>,
-    /// Per jump, the sequence's first row behind it.
-    seen_from: Vec<usize>,
     pub rows: Range<usize>,
     pub positions: Vec<i64>,
-    save_points: Vec<SavePoint>,
-    /// Per save, the layers so far.
-    saved: Vec<Vec<FrozenLayer<B>>>,
-    /// Spans per attention layer before this pass.
-    spans_before: Option<usize>,
+    /// Per save, its position and the layers so far.
+    saved: Vec<FrozenState<B>>,
+    /// Of the attention layer under way: the stores of the rows behind each save.
+    stores: Vec<B::Kv>,
     capture: Option<Capture<B>>,
     pub logits: Logits,
 }
@@ -58,12 +47,10 @@ impl<B: Backend> Walker<B> {
         let mut walker = Walker {
             stops: Vec::with_capacity(items.len()),
             jumps: Vec::new(),
-            seen_from: Vec::new(),
             rows: first_row..first_row,
             positions: Vec::new(),
-            save_points: Vec::new(),
             saved: Vec::new(),
-            spans_before: None,
+            stores: Vec::new(),
             capture,
             logits,
             state,
@@ -82,14 +69,11 @@ impl<B: Backend> Walker<B> {
                 Item::Jump(jump) => {
                     position += jump.tokens as i64;
                     walker.stops.push(Stop::Jump(walker.jumps.len()));
-                    walker.seen_from.push(walker.positions.len());
                     walker.jumps.push(jump);
                 }
                 Item::Save => {
                     walker.stops.push(Stop::Save);
-                    walker.saved.push(Vec::new());
-                    let own_rows = walker.state.own_rows + walker.positions.len();
-                    walker.save_points.push(SavePoint { own_rows, jumps: walker.jumps.len(), position });
+                    walker.saved.push(FrozenState { layers: Vec::new(), position });
                 }
             }
         }
@@ -145,9 +129,9 @@ pub(super) fn recurrent_folds<'a, B: Backend>(
         };
         for saved in &mut walker.saved {
             let like = |t: &B::Tensor| backend.alloc(t.shape());
-            saved.push(FrozenLayer::Recurrent { state: like(state), window: window.as_ref().map(like) });
+            saved.layers.push(FrozenLayer::Recurrent { state: like(state), window: window.as_ref().map(like) });
         }
-        let mut slots = walker.saved.iter_mut().map(|layers| match layers.last_mut() {
+        let mut slots = walker.saved.iter_mut().map(|saved| match saved.layers.last_mut() {
             Some(FrozenLayer::Recurrent { state, window }) => (state, window),
             _ => unreachable!("just pushed"),
         });
@@ -187,31 +171,73 @@ pub(super) fn recurrent_folds<'a, B: Backend>(
     (windows, folds)
 }
 
-/// Every sequence's view in an attention layer; the bodies jumped over become part of it.
-pub(super) fn attention_sequences<B: Backend>(
-    walkers: &mut [Walker<B>],
+/// Every sequence's view in an attention layer; the bodies jumped over become part of it. Behind the layer,
+/// [`save_attention`] must be called.
+pub(super) fn attention_sequences<'a, B: Backend>(
+    backend: &B,
+    walkers: &'a mut [Walker<B>],
     parts: Vec<Vec<Arc<LayerPart<B>>>>,
     layer: usize,
-) -> Vec<AttentionSequence<'_, B>> {
+) -> Vec<AttentionSequence<'a, B>> {
     let mut sequences = Vec::with_capacity(walkers.len());
     for (walker, parts) in walkers.iter_mut().zip(parts) {
         let LayerState::Attention { spans, own } = &mut walker.state.layers[layer] else {
             unreachable!("a running state has the layout of its model")
         };
         let before = spans.len();
-        walker.spans_before = Some(before);
         for (part, jump) in parts.into_iter().zip(&walker.jumps) {
             spans.push(HeldSpan { kv: SharedKv::Body(part), range: 0..jump.tokens, origin: jump.origin });
         }
-        let seen_from = |i: usize| if i < before { 0 } else { walker.seen_from[i - before] };
-        sequences.push(AttentionSequence {
-            rows: walker.rows.clone(),
-            positions: &walker.positions,
-            spans: spans.iter().enumerate().map(|(i, s)| s.seen_from(seen_from(i))).collect(),
-            own,
-        });
+        let shape = backend.kv_shape(own);
+        walker.stores = walker.saved.iter().map(|_| backend.kv(shape)).collect();
+
+        let mut seen: Vec<_> = spans[..before].iter().map(|span| Seen::Span(span.seen_from(0))).collect();
+        let mut stores = walker.stores.iter_mut();
+        let mut stretches = vec![Stretch { rows: walker.rows.start..walker.rows.start, own }];
+        for stop in &walker.stops {
+            let index = stretches.len() - 1;
+            let rows = &mut stretches[index].rows;
+            match stop {
+                Stop::Rows(run) => rows.end = run.end,
+                Stop::Jump(jump) => {
+                    seen.push(Seen::Span(spans[before + jump].seen_from(rows.end - walker.rows.start)));
+                }
+                Stop::Save => {
+                    let end = rows.end;
+                    seen.push(Seen::Stretch { index, from_row: end - walker.rows.start });
+                    stretches.push(Stretch { rows: end..end, own: stores.next().expect("a store per save") });
+                }
+            }
+        }
+        sequences.push(AttentionSequence { positions: &walker.positions, seen, stretches });
     }
     sequences
+}
+
+/// Keep the view of an attention layer at every save, and go on with the rows behind the last one.
+pub(super) fn save_attention<B: Backend>(backend: &B, walkers: &mut [Walker<B>], layer: usize) {
+    for walker in walkers.iter_mut().filter(|walker| !walker.saved.is_empty()) {
+        let LayerState::Attention { spans, own } = &mut walker.state.layers[layer] else {
+            unreachable!("a running state has the layout of its model")
+        };
+        let mut bodies = spans.split_off(spans.len() - walker.jumps.len()).into_iter();
+        let (mut stores, mut saved) = (walker.stores.drain(..), walker.saved.iter_mut());
+        for stop in &walker.stops {
+            match stop {
+                Stop::Rows(_) => {}
+                Stop::Jump(_) => spans.extend(bodies.next()),
+                Stop::Save => {
+                    let stretch = std::mem::replace(own, stores.next().expect("a store per save"));
+                    let tokens = backend.kv_len(&stretch);
+                    if tokens > 0 {
+                        spans.push(HeldSpan { kv: SharedKv::Frozen(Arc::new(stretch)), range: 0..tokens, origin: 0 });
+                    }
+                    let saved = saved.next().expect("a state per save");
+                    saved.layers.push(FrozenLayer::Attention { spans: spans.clone() });
+                }
+            }
+        }
+    }
 }
 
 /// Hand out what this pass has made final in this layer of the body: K and V of its rows; the part, if the body ends here.
@@ -244,31 +270,12 @@ pub(super) fn emit_captured<B: Backend>(backend: &B, walker: &mut Walker<B>, lay
     capture.sink.part(layer, part);
 }
 
-pub(super) fn end_walk<B: Backend>(backend: &B, walker: Walker<B>, logits: Range<usize>) -> SequenceOutput<B> {
-    let Walker { mut state, rows, save_points, mut saved, spans_before, capture, .. } = walker;
-    state.own_rows += rows.len();
-    if !save_points.is_empty() {
-        for (layer, layer_state) in state.layers.iter_mut().enumerate() {
-            let LayerState::Attention { spans, own } = layer_state else {
-                continue;
-            };
-            let shape = backend.kv_shape(own);
-            let frozen = Arc::new(std::mem::replace(own, backend.kv(shape)));
-            let own_span = |rows: usize| HeldSpan { kv: SharedKv::Frozen(frozen.clone()), range: 0..rows, origin: 0 };
-            for (point, layers) in save_points.iter().zip(&mut saved) {
-                let mut seen = spans[..spans_before.unwrap_or(0) + point.jumps].to_vec();
-                if point.own_rows > 0 {
-                    seen.push(own_span(point.own_rows));
-                }
-                layers.insert(layer, FrozenLayer::Attention { spans: seen });
-            }
-            if state.own_rows > 0 {
-                spans.push(own_span(state.own_rows));
-            }
-        }
-        state.own_rows = 0;
-    }
-    let saved = saved.into_iter().zip(save_points);
-    let saved = saved.map(|(layers, point)| FrozenState { layers, position: point.position }).collect();
+pub(super) fn end_walk<B: Backend>(walker: Walker<B>, logits: Range<usize>) -> SequenceOutput<B> {
+    let Walker { mut state, rows, stops, saved, capture, .. } = walker;
+    let behind_last_save = stops.iter().rposition(|stop| matches!(stop, Stop::Save)).map(|save| {
+        let rows = stops[save..].iter().map(|stop| if let Stop::Rows(rows) = stop { rows.len() } else { 0 });
+        rows.sum::<usize>()
+    });
+    state.own_rows = behind_last_save.unwrap_or(state.own_rows + rows.len());
     SequenceOutput { state, saved, capture, logits }
 }
