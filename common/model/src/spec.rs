@@ -34,8 +34,10 @@ pub struct ModelSpec {
     pub tied_head: Option<String>,
     /// Layers, in order.
     pub layers: Vec<LayerSpec>,
-    /// Prefixes of tensors that are known and not served.
+    /// Prefixes of tensors that are known and not served; `*` in one stands for a number.
     pub ignored: Vec<String>,
+    /// Tensors that a checkpoint may have although their numbers follow from the configuration, which must then agree.
+    pub expected: Vec<(String, Vec<f64>)>,
     /// Rule of composition unless a request names one.
     pub compose: ComposeRule,
     /// End tokens that `config.json` names.

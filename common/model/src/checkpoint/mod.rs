@@ -288,8 +288,8 @@ impl Checkpoint {
         grid.scale(&codes, range, &values).map_err(broken)
     }
 
-    /// Every tensor must have been asked for, all rows of it, but for names that begin with one of `ignored`. The
-    /// prefixes that were met.
+    /// Every tensor must have been asked for, all rows of it, but for names that begin with one of `ignored`, in which
+    /// `*` stands for a number. The prefixes that were met.
     ///
     /// # Errors
     /// If there is another, or one of which some rows were left.
@@ -299,7 +299,7 @@ impl Checkpoint {
         let mut left = Vec::new();
         for (name, place) in &self.tensors {
             let Some(range) = usage.unused(name, place.elements()) else { continue };
-            match ignored.iter().find(|p| name.starts_with(p.as_str())) {
+            match ignored.iter().find(|prefix| begins_with(name, prefix)) {
                 Some(prefix) => _ = met.insert(prefix.clone()),
                 None => left.push((name, place, range)),
             }
@@ -364,4 +364,13 @@ fn dtype_of(dtype: StDtype) -> Option<DType> {
 
 fn without_ones(shape: &[usize]) -> impl DoubleEndedIterator<Item = usize> {
     shape.iter().copied().filter(|&d| d != 1)
+}
+
+/// Whether `name` begins with `prefix`, in which `*` stands for a number.
+fn begins_with(name: &str, prefix: &str) -> bool {
+    let Some((before, behind)) = prefix.split_once('*') else { return name.starts_with(prefix) };
+    name.strip_prefix(before).is_some_and(|rest| {
+        let other = rest.trim_start_matches(|c: char| c.is_ascii_digit());
+        other.len() < rest.len() && begins_with(other, behind)
+    })
 }

@@ -3,33 +3,35 @@
 
 use hypic_kernels::{Activation, RopeSpec};
 
-use super::parts::layout::layer_types;
+use super::parts::layout::listed_or_ruled;
 use super::parts::lightning::{layer_factor, lightning};
-use super::parts::moe::{PROJ, dense, sigmoid_experts, sparse_layers};
-use super::parts::read::{divides, only};
+use super::parts::moe::{PROJ, SigmoidExperts, feed, sparse_layers};
+use super::parts::read::{divides, only, spelling};
 use super::parts::{Heads, Module, Trunk};
 use super::rope::{RopeDefaults, rope};
 use crate::spec::{MixerSpec, NormSpec, RecurrentSpec};
 use crate::{ModelError, ModelSpec};
 
 /// The stack of a family, of linear and full layers whose module is `attention`.
+///
+/// # Errors
+/// If a key is missing, wrong or asks for something that is not served.
 pub(super) fn stack(
     trunk: &Trunk<'_>,
     family: &'static str,
     linear: impl Fn(usize, &Module) -> RecurrentSpec,
-    full: impl Fn(&Module) -> Result<MixerSpec, ModelError>,
+    full: impl Fn(&Module) -> MixerSpec,
 ) -> Result<ModelSpec, ModelError> {
+    only(&trunk.c, &["norm_head"], false)?;
+    only(&trunk.c, &["use_rmsnorm"], true)?;
     let is_full = full_layers(trunk)?;
     let is_sparse = sparse_layers(trunk)?;
     let biased = trunk.c.opt_bool("moe_router_enable_expert_bias")?.unwrap_or(true);
+    let experts = SigmoidExperts { module: "mlp", names: PROJ, bias: biased.then_some("gate.expert_bias") };
     let model = trunk.model(family, |l, at| {
-        let (module, mlp) = (at.sub("attention"), at.sub("mlp"));
-        let mixer = if is_full[l] { full(&module)? } else { linear(l, &module).into() };
-        let feed = match is_sparse[l] {
-            true => sigmoid_experts(trunk, &mlp, PROJ, biased.then_some("gate.expert_bias"))?,
-            false => dense(trunk, &mlp)?,
-        };
-        Ok(trunk.layer(at, mixer, feed))
+        let module = at.sub("attention");
+        let mixer = if is_full[l] { full(&module) } else { linear(l, &module).into() };
+        Ok(trunk.layer(at, mixer, feed(trunk, at, is_sparse[l], &experts)?))
     })?;
     Ok(ModelSpec { embed: trunk.root.tensor("word_embeddings.weight"), ..model })
 }
@@ -38,13 +40,12 @@ pub(super) fn stack(
 fn full_layers(trunk: &Trunk<'_>) -> Result<Vec<bool>, ModelError> {
     const GROUP: &str = "layer_group_size";
     let (c, layers) = (&trunk.c, trunk.layers);
-    let group = c.opt_size(GROUP)?;
-    if let Some(listed) = layer_types(c, layers)? {
-        return Ok(listed);
-    }
-    let group = group.ok_or_else(|| c.wrong(GROUP, "is missing, and so is layer_types"))?;
-    let grouped = layers / group * group;
-    Ok((0..layers).map(|l| (l + 1).is_multiple_of(group) || l >= grouped).collect())
+    let ruled = c.opt_size(GROUP)?.map(|group| {
+        let grouped = layers / group * group;
+        (0..layers).map(|l| (l + 1).is_multiple_of(group) || l >= grouped).collect()
+    });
+    let is_full = listed_or_ruled(c, layers, (GROUP, ruled))?;
+    is_full.ok_or_else(|| c.wrong(GROUP, "is missing, and so is layer_types"))
 }
 
 /// Lightning attention of the Ring models, and what it has in common with their softmax attention.
@@ -70,12 +71,13 @@ impl Ring {
         let heads = Heads::read(c, trunk.hidden)?;
         let groups = c.size(GROUPS)?;
         divides(c, ("num_attention_heads * head_dim", heads.queries()), (GROUPS, groups))?;
+        let silu = spelling(c, &["linear_silu", "use_linear_silu"])?;
         Ok(Ring {
             heads,
             rope: rope(trunk.config, heads.width, &RopeDefaults { theta: 600_000.0, partial: 0.5 })?,
             normed: c.opt_bool("use_qk_norm")?.unwrap_or(true),
             groups,
-            activation: c.opt_bool("linear_silu")?.unwrap_or(false).then_some(Activation::Silu),
+            activation: c.opt_bool(silu)?.unwrap_or(false).then_some(Activation::Silu),
         })
     }
 

@@ -26,7 +26,7 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     if c.opt_size("head_dim")?.is_some_and(|other| other != width.1 && other != latent.rotary) {
         return Err(c.wrong("head_dim", format!("is neither {width_key} nor qk_rope_head_dim")));
     }
-    let rope = latent.rope(&trunk, 6_000_000.0)?;
+    let rotation = latent.rotation(&trunk, 6_000_000.0)?;
     let all = shape.heads * shape.d_v;
     stack(
         &trunk,
@@ -37,8 +37,7 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         },
         |at| {
             let gate = Some(vec![at.rows("g_proj", latent.heads())]);
-            let mixer = latent.layer(&trunk, at, "dense", Some(rope.clone()))?;
-            Ok(LatentSpec { gate, ..mixer }.into())
+            LatentSpec { gate, ..latent.layer(&trunk, at, "dense", Some(&rotation)) }.into()
         },
     )
 }

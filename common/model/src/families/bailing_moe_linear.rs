@@ -15,14 +15,14 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         |l, at| ring.linear(&trunk, l, at),
         |at| {
             let [q_norm, k_norm] = ring.norms(&trunk, at);
-            let mixer = AttentionSpec {
+            AttentionSpec {
                 project: vec![at.rows("query_key_value", heads.queries() + 2 * heads.keys())],
                 q_norm,
                 k_norm,
                 out: at.rows("dense", trunk.hidden),
                 ..attention(&trunk, at, heads, Some(ring.rope.clone()))
-            };
-            Ok(mixer.into())
+            }
+            .into()
         },
     )
 }

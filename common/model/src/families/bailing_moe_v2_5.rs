@@ -15,11 +15,11 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         let problem = format!("is {}, but {rotated} dimensions of a linear layer's head rotate", latent.rotary);
         return Err(trunk.c.wrong("qk_rope_head_dim", problem));
     }
-    let rope = latent.rope(&trunk, 600_000.0)?;
+    let rotation = latent.rotation(&trunk, 600_000.0)?;
     stack(
         &trunk,
         "bailing_moe_v2_5",
         |l, at| ring.linear(&trunk, l, at),
-        |at| Ok(latent.layer(&trunk, at, "dense", Some(rope.clone()))?.into()),
+        |at| latent.layer(&trunk, at, "dense", Some(&rotation)).into(),
     )
 }

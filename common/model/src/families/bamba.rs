@@ -2,10 +2,9 @@
 
 use hypic_state::ComposeRule;
 
-use super::parts::layout::{either, named, numbers};
+use super::parts::layout::{either, mamba_types, numbers};
 use super::parts::mamba2::{MAMBA, mamba2};
 use super::parts::moe::dense;
-use super::parts::read::spelling;
 use super::parts::{Defaults, Heads, Trunk, attention};
 use super::rope::{RopeDefaults, rope};
 use crate::spec::LayerSpec;
@@ -17,10 +16,8 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     let c = &trunk.c;
     let heads = Heads::read(c, trunk.hidden)?;
     let rope = rope(config, heads.width, &RopeDefaults { theta: 10_000.0, partial: 0.5 })?;
-    let types_key = spelling(c, &["layer_types", "layers_block_type"])?;
-    let (mamba, full) = (["mamba", "linear_attention"], ["attention", "full_attention"]);
-    let types = named(c, types_key, trunk.layers, &mamba, &full)?;
-    let is_full = either(c, (INDICES, numbers(c, INDICES, 0, trunk.layers)?), (types_key, types))?;
+    let indices = (INDICES, numbers(c, INDICES, 0, trunk.layers)?);
+    let is_full = either(c, indices, mamba_types(c, trunk.layers)?)?;
     let model = trunk.model("bamba", |l, at| {
         let mixer = if is_full[l] {
             attention(&trunk, &at.sub("self_attn"), heads, Some(rope.clone())).into()

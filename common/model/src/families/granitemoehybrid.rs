@@ -3,10 +3,10 @@
 
 use hypic_state::ComposeRule;
 
-use super::parts::layout::named;
+use super::parts::layout::mamba_types;
 use super::parts::mamba2::{MAMBA, mamba2};
 use super::parts::moe::{fused, softmax};
-use super::parts::read::{factor, spelling};
+use super::parts::read::factor;
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
 use super::rope::{RopeDefaults, rope};
 use crate::spec::{AttentionSpec, Block, ExpertsSpec, FeedSpec, LayerSpec, MixerSpec, MlpSpec, Residual};
@@ -24,8 +24,7 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         Some("nope") | None => None,
         Some(_) => return Err(c.unsupported("position_embedding_type", "\"rope\" and \"nope\" are served")),
     };
-    let types_key = spelling(c, &["layer_types", "layers_block_type"])?;
-    let types = named(c, types_key, trunk.layers, &["mamba", "linear_attention"], &["attention", "full_attention"])?;
+    let (types_key, types) = mamba_types(c, trunk.layers)?;
     let is_full = types.ok_or_else(|| c.wrong(types_key, "is missing"))?;
     let scale = factor(c, "attention_multiplier", Some(1.0))?;
     let residual = Residual::Pre { keep: 1.0, add: factor(c, "residual_multiplier", Some(1.0))? };

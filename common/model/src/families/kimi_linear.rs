@@ -3,7 +3,7 @@
 
 use super::parts::layout::{either, layer_types, numbers};
 use super::parts::mla::Latent;
-use super::parts::moe::{NUMBERED, dense, sigmoid_experts, sparse_layers};
+use super::parts::moe::{NUMBERED, SigmoidExperts, feed, sparse_layers};
 use super::parts::read::only;
 use super::parts::recurrent::{kimi_delta, shape};
 use super::parts::{Defaults, Trunk};
@@ -13,13 +13,20 @@ use crate::{Config, ModelError, ModelSpec};
 /// Where the release has what is about linear layers.
 const LINEAR: &str = "linear_attn_config";
 
+/// The list of layers with full attention, in there.
+const FULL: &str = "full_attn_layers";
+
+const EXPERTS: SigmoidExperts =
+    SigmoidExperts { module: "block_sparse_moe", names: NUMBERED, bias: Some("gate.e_score_correction_bias") };
+
 pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     let trunk = Trunk::read(config, "model.", &Defaults { eps: 1e-5, positions: 1 << 20 })?;
     let c = &trunk.c;
     only(c, &["mla_use_nope"], true)?;
     let linear = c.object(LINEAR)?;
     let listed = linear.as_ref().map(|linear| full_layers(linear, trunk.layers)).transpose()?.flatten();
-    let is_full = either(c, (LINEAR, listed), ("layer_types", layer_types(c, trunk.layers)?))?;
+    let list = format!("{LINEAR}.{FULL}");
+    let is_full = either(c, (&list, listed), ("layer_types", layer_types(c, trunk.layers)?))?;
     let is_sparse = sparse_layers(&trunk)?;
     let place = linear.as_ref().unwrap_or(c);
     let of_linear = |key: &'static str, flat| -> Result<Option<usize>, ModelError> {
@@ -39,15 +46,9 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     let latent = Latent::read(c)?;
     trunk.model("kimi_linear", |l, at| {
         let module = at.sub("self_attn");
-        let feed = match is_sparse[l] {
-            true => {
-                let at = at.sub("block_sparse_moe");
-                sigmoid_experts(&trunk, &at, NUMBERED, Some("gate.e_score_correction_bias"))?
-            }
-            false => dense(&trunk, &at.sub("mlp"))?,
-        };
+        let feed = feed(&trunk, at, is_sparse[l], &EXPERTS)?;
         if is_full[l] {
-            return Ok(trunk.layer(at, latent.layer(&trunk, &module, "o_proj", None)?, feed));
+            return Ok(trunk.layer(at, latent.layer(&trunk, &module, "o_proj", None), feed));
         }
         let low_rank = |down, up| ProjectionSpec::LowRank {
             down: module.rows(down, shape.d_k),
@@ -60,7 +61,6 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
 
 /// Which layers are full attention, if the lists are there: every layer must be in one of the two.
 fn full_layers(linear: &Config, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
-    const FULL: &str = "full_attn_layers";
     const KDA: &str = "kda_layers";
     let (full, kda) = (numbers(linear, FULL, 1, layers)?, numbers(linear, KDA, 1, layers)?);
     let (full, kda) = match (full, kda) {

@@ -1,6 +1,9 @@
 //! MiniMax-Text-01 and M1: lightning attention without rotation, grouped-query attention with rotation of a part of
 //! each head, experts, and a residual that is the normalised input. In the key set of the releases and in that of
-//! transformers, which also stores the decays; they follow from the configuration.
+//! transformers, which also stores the decays. They follow from the configuration; stored slopes that do not are refused
+//! at load.
+
+use std::fmt::Display;
 
 use hypic_kernels::Activation;
 
@@ -10,14 +13,17 @@ use super::parts::moe::{NUMBERED, one_by_one, softmax};
 use super::parts::read::{factor, spelling};
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
 use super::rope::{RopeDefaults, rope};
-use crate::spec::{Block, ExpertsSpec, FeedSpec, LayerSpec, RecurrentSpec, Residual};
+use crate::spec::{Block, DecaySpec, ExpertsSpec, FeedSpec, LayerSpec, MixerSpec, RecurrentSpec, Residual};
 use crate::{Config, ModelError, ModelSpec};
 
 /// Added to the mean square in the norm of a linear layer's output, whatever `rms_norm_eps` says.
 const OUTPUT_EPS: f32 = 1e-6;
 
-/// Tensors of a linear layer that only repeat its decay.
-const DECAYS: [&str; 4] = ["slope_rate", "query_decay", "key_decay", "diagonal_decay"];
+/// A linear layer's tensor that repeats its decay.
+const SLOPES: &str = "slope_rate";
+
+/// Tensors of a linear layer that follow from that one.
+const DECAYS: [&str; 3] = ["query_decay", "key_decay", "diagonal_decay"];
 
 /// As the releases have it.
 pub(super) fn release(config: &Config) -> Result<ModelSpec, ModelError> {
@@ -36,9 +42,6 @@ fn describe(config: &Config, family: &'static str, normed: bool, more: f64) -> R
     let c = &trunk.c;
     if c.opt_usize("shared_intermediate_size")?.unwrap_or(0) != 0 {
         return Err(c.unsupported("shared_intermediate_size", "only 0 is served: no shared expert"));
-    }
-    if c.get("sliding_window").is_some() {
-        return Err(c.unsupported("sliding_window", "attention without a window is served"));
     }
     let heads = Heads::read(c, trunk.hidden)?;
     let rope = rope(config, heads.width, &RopeDefaults { theta: 1_000_000.0, partial: 1.0 })?;
@@ -61,12 +64,21 @@ fn describe(config: &Config, family: &'static str, normed: bool, more: f64) -> R
         })
     })?;
     let modules = trunk.root.sub("layers");
-    let linear_layers = (0..trunk.layers).filter(|&l| !is_full[l]);
-    let decays = linear_layers.flat_map(|l| {
-        let module = modules.sub(l).sub("self_attn");
-        DECAYS.map(|name| module.tensor(name))
-    });
-    Ok(ModelSpec { ignored: model.ignored.into_iter().chain(decays).collect(), ..model })
+    let tensor = |l: &dyn Display, name: &str| modules.sub(l).sub("self_attn").tensor(name);
+    let decays = DECAYS.map(|name| tensor(&'*', name));
+    let slopes = |(l, layer): (usize, &LayerSpec)| Some((tensor(&l, SLOPES), slopes(&layer.mixer.body)?));
+    Ok(ModelSpec {
+        expected: model.layers.iter().enumerate().filter_map(slopes).collect(),
+        ignored: model.ignored.into_iter().chain(decays).collect(),
+        ..model
+    })
+}
+
+/// Less the log decays of a linear layer.
+fn slopes(mixer: &MixerSpec) -> Option<Vec<f64>> {
+    let MixerSpec::Recurrent(linear) = mixer else { return None };
+    let DecaySpec::Fixed(log) = &linear.decay else { return None };
+    Some(log.iter().map(|decay| -decay).collect())
 }
 
 fn linear(trunk: &Trunk<'_>, at: &Module, heads: Heads, factor: f64) -> RecurrentSpec {

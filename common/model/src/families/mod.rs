@@ -45,7 +45,7 @@ const fn told_by(told_by: &'static [&'static str], family: Family) -> Family {
 }
 
 /// Keys of Ring-2.5 that Ling-3.0 has not.
-const RING: &[&str] = &["group_norm_size", "linear_silu"];
+const RING: &[&str] = &["group_norm_size", "linear_silu", "use_linear_silu"];
 
 /// Keys of Ling-3.0 that Ring-2.5 has not.
 const LING: &[&str] = &["kda_lower_bound", "kda_safe_gate", "no_kda_lora"];

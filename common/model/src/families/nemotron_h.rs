@@ -4,6 +4,7 @@
 use hypic_kernels::Activation;
 use hypic_state::ComposeRule;
 
+use super::parts::layout::{ATTENTION, MAMBA};
 use super::parts::mamba2::{Keys, mamba2};
 use super::parts::read::{only, spelling};
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
@@ -14,10 +15,12 @@ const KEYS: Keys = Keys {
     heads: "mamba_num_heads",
     width: "mamba_head_dim",
     expand: None,
-    groups: "n_groups",
+    groups: &["n_groups", "mamba_n_groups"],
     state: "ssm_state_size",
-    kernel: "conv_kernel",
-    conv_bias: "use_conv_bias",
+    kernel: &["conv_kernel", "mamba_d_conv"],
+    conv_bias: &["use_conv_bias", "mamba_conv_bias"],
+    limit: &["time_step_limit", "mamba_dt_limit"],
+    least: Some(&["time_step_min", "mamba_dt_min"]),
 };
 
 /// What a block does.
@@ -96,8 +99,8 @@ fn blocks(c: &Config) -> Result<Vec<(String, Kind)>, ModelError> {
     let kind = |(block, word): (usize, String)| {
         let name = format!("{}[{block}] = {word:?} in config.json", c.name(key));
         match word.as_str() {
-            "M" | "mamba" | "linear_attention" => Ok((name, Kind::Mamba)),
-            "*" | "attention" | "full_attention" => Ok((name, Kind::Attention)),
+            word if word == "M" || MAMBA.contains(&word) => Ok((name, Kind::Mamba)),
+            word if word == "*" || ATTENTION.contains(&word) => Ok((name, Kind::Attention)),
             "-" | "mlp" => Ok((name, Kind::Mlp)),
             _ => Err(ModelError::Unsupported(format!("{name} (Mamba2, attention and MLPs are served)"))),
         }

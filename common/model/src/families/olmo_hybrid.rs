@@ -7,7 +7,7 @@ use super::parts::layout::{every, layer_types};
 use super::parts::moe::dense;
 use super::parts::recurrent::{DeltaNet, delta_net_shape, gated_delta, kernel, separate};
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
-use super::rope::{RopeDefaults, rope};
+use super::rope::{RopeDefaults, rope_if_theta};
 use crate::spec::{AttentionSpec, Block, LayerSpec, Residual};
 use crate::{Config, ModelError, ModelSpec};
 
@@ -18,14 +18,11 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     let trunk = Trunk::read(config, "model.", &Defaults { eps: 1e-6, positions: 65536 })?;
     let c = &trunk.c;
     let heads = Heads::read(c, trunk.hidden)?;
-    let rope = match rotates(c)? {
-        true => Some(rope(config, heads.width, &RopeDefaults { theta: 10_000.0, partial: 1.0 })?),
-        false => None,
-    };
+    let rope = rope_if_theta(config, heads.width, &RopeDefaults { theta: 10_000.0, partial: 1.0 })?;
     let shape = delta_net_shape(c)?;
     let kernel = kernel(c, "linear_conv_kernel_dim")?;
     let beta = if c.opt_bool("linear_allow_neg_eigval")?.unwrap_or(true) { 2.0 } else { 1.0 };
-    let is_full = layer_types(c, trunk.layers)?.unwrap_or_else(|| every(4, trunk.layers));
+    let is_full = layer_types(c, trunk.layers)?.unwrap_or_else(|| by_default(trunk.layers));
     trunk.model("olmo_hybrid", |l, at| {
         let feed = dense(&trunk, &at.sub("mlp"))?;
         if is_full[l] {
@@ -68,13 +65,7 @@ fn behind<F>(block: Block<F>) -> Block<F> {
     Block { residual: Residual::Post, ..block }
 }
 
-/// Whether some place names a theta. `rope_parameters` is null, or its theta is, where attention does not rotate.
-fn rotates(c: &Config) -> Result<bool, ModelError> {
-    for key in ["rope_parameters", "rope_scaling"] {
-        if let Some(parameters) = c.object(key)? {
-            let per_type = parameters.object("full_attention")?;
-            return Ok([Some(parameters), per_type].iter().flatten().any(|p| p.get("rope_theta").is_some()));
-        }
-    }
-    Ok(c.get("rope_theta").is_some())
+/// Every fourth layer is full attention; of fewer than four, the last one.
+fn by_default(layers: usize) -> Vec<bool> {
+    every(layers.min(4), layers)
 }

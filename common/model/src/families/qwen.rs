@@ -3,7 +3,7 @@
 
 use hypic_kernels::{RopeSpec, ScanShape};
 
-use super::parts::layout::{every, layer_types};
+use super::parts::layout::{every, listed_or_ruled};
 use super::parts::moe::{FUSED, PROJ, fused, mlp, one_by_one, softmax};
 use super::parts::read::only;
 use super::parts::recurrent::{DeltaNet, delta_net_shape, gated_delta, kernel};
@@ -12,31 +12,41 @@ use super::rope::{RopeDefaults, rope};
 use crate::spec::{AttentionSpec, ExpertsSpec, FeedSpec, NormSpec, RowSource, RowsSpec};
 use crate::{Config, ModelError, ModelSpec};
 
-/// The stack of a family; `project` says where a delta net's inputs are, `feed` what follows a mixer.
-pub(super) fn stack(
-    config: &Config,
-    family: &'static str,
-    root: &str,
-    project: impl Fn(&Module, ScanShape) -> Projections,
-    feed: impl Fn(&Trunk<'_>, usize, &Module) -> Result<FeedSpec, ModelError>,
-) -> Result<ModelSpec, ModelError> {
+/// The trunk of a family whose module is `root`.
+///
+/// # Errors
+/// If a key is missing, wrong or asks for something that is not served.
+pub(super) fn trunk<'a>(config: &'a Config, root: &str) -> Result<Trunk<'a>, ModelError> {
     let defaults = Defaults { eps: 1e-6, positions: 32768 };
-    let trunk = Trunk { zero_centred: true, ..Trunk::read(config, root, &defaults)? };
+    Ok(Trunk { zero_centred: true, ..Trunk::read(config, root, &defaults)? })
+}
+
+/// The stack of a family; `project` says where a delta net's inputs are, `feed` what follows a mixer.
+///
+/// # Errors
+/// As [`trunk`].
+pub(super) fn stack(
+    trunk: &Trunk<'_>,
+    family: &'static str,
+    project: impl Fn(&Module, ScanShape) -> Projections,
+    feed: impl Fn(usize, &Module) -> Result<FeedSpec, ModelError>,
+) -> Result<ModelSpec, ModelError> {
+    const INTERVAL: &str = "full_attention_interval";
     let c = &trunk.c;
     only(c, &["attn_output_gate"], true)?;
     let heads = Heads::read(c, trunk.hidden)?;
-    let rope = rope(config, heads.width, &RopeDefaults { theta: 10_000_000.0, partial: 0.25 })?;
+    let rope = rope(trunk.config, heads.width, &RopeDefaults { theta: 10_000_000.0, partial: 0.25 })?;
     let shape = delta_net_shape(c)?;
     let kernel = kernel(c, "linear_conv_kernel_dim")?;
-    let interval = c.opt_size("full_attention_interval")?.unwrap_or(4);
-    let is_full = layer_types(c, trunk.layers)?.unwrap_or_else(|| every(interval, trunk.layers));
+    let ruled = c.opt_size(INTERVAL)?.map(|interval| every(interval, trunk.layers));
+    let is_full = listed_or_ruled(c, trunk.layers, (INTERVAL, ruled))?.unwrap_or_else(|| every(4, trunk.layers));
     let model = trunk.model(family, |l, at| {
-        let feed = feed(&trunk, l, &at.sub("mlp"))?;
+        let feed = feed(l, &at.sub("mlp"))?;
         if is_full[l] {
-            return Ok(trunk.layer(at, gated_attention(&trunk, &at.sub("self_attn"), heads, &rope), feed));
+            return Ok(trunk.layer(at, gated_attention(trunk, &at.sub("self_attn"), heads, &rope), feed));
         }
         let module = at.sub("linear_attn");
-        let net = delta_net(&trunk, &module, shape, project(&module, shape));
+        let net = delta_net(trunk, &module, shape, project(&module, shape));
         Ok(trunk.layer(at, gated_delta(&module, shape, kernel, 1.0, net), feed))
     })?;
     Ok(ModelSpec { ignored: vec!["model.visual.".to_string(), "mtp.".to_string()], ..model })

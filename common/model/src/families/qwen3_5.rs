@@ -6,7 +6,7 @@ use hypic_kernels::ScanShape;
 use super::parts::Module;
 use super::parts::moe::dense;
 use super::parts::read::only;
-use super::qwen::{Projections, experts, stack};
+use super::qwen::{Projections, experts, stack, trunk};
 use crate::{Config, ModelError, ModelSpec};
 
 const PLAIN: &str = "model.";
@@ -33,16 +33,18 @@ pub(super) fn moe_release(config: &Config) -> Result<ModelSpec, ModelError> {
 }
 
 fn dense_stack(config: &Config, root: &str) -> Result<ModelSpec, ModelError> {
-    stack(config, "qwen3_5", root, flat, |trunk, _, at| dense(trunk, at))
+    let trunk = trunk(config, root)?;
+    stack(&trunk, "qwen3_5", flat, |_, at| dense(&trunk, at))
 }
 
 fn expert_stack(config: &Config, root: &str) -> Result<ModelSpec, ModelError> {
-    let c = config.text()?;
-    only(&c, &["norm_topk_prob"], true)?;
+    let trunk = trunk(config, root)?;
+    let c = &trunk.c;
+    only(c, &["norm_topk_prob"], true)?;
     if c.get("mlp_only_layers").is_some_and(|v| v.as_array().is_none_or(|layers| !layers.is_empty())) {
         return Err(c.unsupported("mlp_only_layers", "experts in every layer are served"));
     }
-    stack(config, "qwen3_5_moe", root, flat, |trunk, _, at| experts(trunk, at, true))
+    stack(&trunk, "qwen3_5_moe", flat, |_, at| experts(&trunk, at, true))
 }
 
 /// A tensor for q, k and v, and one for each other input.

@@ -5,17 +5,18 @@ use hypic_kernels::ScanShape;
 
 use super::parts::moe::dense;
 use super::parts::{Module, layout};
-use super::qwen::{Projections, experts, stack};
+use super::qwen::{Projections, experts, stack, trunk};
 use crate::{Config, ModelError, ModelSpec};
 
 pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
-    let c = config.text()?;
+    let trunk = trunk(config, "model.")?;
+    let c = &trunk.c;
     let renormalise = c.opt_bool("norm_topk_prob")?.unwrap_or(true);
     let step = c.opt_size("decoder_sparse_step")?.unwrap_or(1);
-    stack(config, "qwen3_next", "model.", by_key_head, |trunk, l, at| {
-        let dense_layers = layout::numbers(&c, "mlp_only_layers", 0, trunk.layers)?;
-        let sparse = (l + 1).is_multiple_of(step) && !dense_layers.is_some_and(|dense| dense[l]);
-        if sparse { experts(trunk, at, renormalise) } else { dense(trunk, at) }
+    let dense_layers = layout::numbers(c, "mlp_only_layers", 0, trunk.layers)?;
+    stack(&trunk, "qwen3_next", by_key_head, |l, at| {
+        let sparse = (l + 1).is_multiple_of(step) && !dense_layers.as_ref().is_some_and(|dense| dense[l]);
+        if sparse { experts(&trunk, at, renormalise) } else { dense(&trunk, at) }
     })
 }
 

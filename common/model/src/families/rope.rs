@@ -34,6 +34,26 @@ pub(super) fn rope(config: &Config, head_dim: usize, defaults: &RopeDefaults) ->
     places.embedding(rotated, defaults.theta)
 }
 
+/// As [`rope`], where attention does not rotate unless some place names a theta. The type `default` alone does not ask
+/// for rotation: that is what transformers writes for a model without. Another type does, and then lacks its theta.
+///
+/// # Errors
+/// As [`rope`]; or if a scaling is named and no theta.
+pub(super) fn rope_if_theta(
+    config: &Config,
+    head_dim: usize,
+    defaults: &RopeDefaults,
+) -> Result<Option<RopeSpec>, ModelError> {
+    let places = Places::of(config)?;
+    if places.everywhere().any(|place| place.get(THETA).is_some()) {
+        return rope(config, head_dim, defaults).map(Some);
+    }
+    match places.kind {
+        Kind::Plain => Ok(None),
+        _ => Err(places.wrong(THETA, "is missing, though a scaling is named")),
+    }
+}
+
 /// The rotary embedding of all `dims` dimensions, whatever share of a head the configuration names: the rotary part of
 /// MLA, which has a width of its own. `theta` as in [`RopeDefaults`].
 ///
@@ -134,6 +154,11 @@ impl Places {
         }
         let named_by = found.map(|(place, ..)| place.clone());
         let kind = found.map_or(Kind::Plain, |(.., kind)| kind);
+        for key in ["mscale", "mscale_all_dim"] {
+            if let Some(place) = rope().find(|p| kind != Kind::Yarn && p.get(key).is_some()) {
+                return Err(place.unsupported(key, "served with yarn alone"));
+            }
+        }
         Ok(Places { all, kind, named_by })
     }
 
@@ -147,7 +172,7 @@ impl Places {
 
     /// The embedding of `rotated` dimensions.
     fn embedding(&self, rotated: usize, default_theta: f64) -> Result<RopeSpec, ModelError> {
-        let theta = self.number("rope_theta", |n| n > 0.0, "must be above 0")?.unwrap_or(default_theta);
+        let theta = self.number(THETA, |n| n > 0.0, "must be above 0")?.unwrap_or(default_theta);
         let plain: Vec<f64> = (0..rotated / 2).map(|i| theta.powf(-2.0 * i as f64 / rotated as f64)).collect();
         let (inv_freq, scale) = match self.kind {
             Kind::Plain => (plain, 1.0),
@@ -182,7 +207,7 @@ impl Places {
             }
         }
         if theta <= 1.0 {
-            return Err(self.wrong("rope_theta", format!("must be above 1 for yarn, is {theta}")));
+            return Err(self.wrong(THETA, format!("must be above 1 for yarn, is {theta}")));
         }
         let mut truncate = None;
         for place in self.of_rope() {
@@ -237,27 +262,28 @@ impl Places {
         Ok(scaled.collect())
     }
 
-    /// Dimensions of a head that are rotated: `partial_rotary_factor` is a share of it, `rotary_dim` (MiniMax) and
-    /// `attn_rotary_emb` (Bamba) count them.
+    /// Dimensions of a head that are rotated: `partial_rotary_factor` and `rotary_pct` are a share of it, `rotary_dim`
+    /// (MiniMax) and `attn_rotary_emb` (Bamba) count them.
     fn rotated(&self, config: &Config, head_dim: usize, default: f64) -> Result<usize, ModelError> {
-        const SHARE: &str = "partial_rotary_factor";
-        let share = self.number(SHARE, |n| (0.0..=1.0).contains(&n), "must be from 0 to 1")?;
+        const SHARES: [&str; 2] = ["partial_rotary_factor", "rotary_pct"];
+        const COUNTS: [&str; 2] = ["rotary_dim", "attn_rotary_emb"];
         // The tolerance is for factors such as 1/3: a product just below a whole number means that number.
         let of_head = |share: f64| (head_dim as f64 * share + 1e-9) as usize;
-        let mut named = share.map(|share| (SHARE, of_head(share)));
-        for key in ["rotary_dim", "attn_rotary_emb"] {
-            let valid = |n: f64| n.fract() == 0.0 && (0.0..=head_dim as f64).contains(&n);
-            let what = format!("must be a whole number up to the {head_dim} dimensions of a head");
-            let Some(count) = self.number(key, valid, &what)?.map(|n| n as usize) else { continue };
-            match named {
-                Some((other, rotated)) if rotated != count => {
-                    let problem = format!("is {count}, but {other} makes it {rotated} of {head_dim} dimensions");
-                    return Err(config.wrong(key, problem));
-                }
-                _ => named = Some((key, count)),
-            }
+        let share = |key| self.number(key, |n| (0.0..=1.0).contains(&n), "must be from 0 to 1");
+        let whole = |n: f64| n.fract() == 0.0 && (0.0..=head_dim as f64).contains(&n);
+        let what = format!("must be a whole number up to the {head_dim} dimensions of a head");
+        let mut named = Vec::new();
+        for key in SHARES {
+            named.extend(share(key)?.map(|share| (key, of_head(share))));
         }
-        let (key, rotated) = named.unwrap_or((SHARE, of_head(default)));
+        for key in COUNTS {
+            named.extend(self.number(key, whole, &what)?.map(|count| (key, count as usize)));
+        }
+        let (key, rotated) = named.first().copied().unwrap_or((SHARES[0], of_head(default)));
+        if let Some((other, count)) = named.iter().find(|(_, count)| *count != rotated) {
+            let problem = format!("makes it {count}, but {key} makes it {rotated} of {head_dim} dimensions");
+            return Err(config.wrong(other, problem));
+        }
         if !rotated.is_multiple_of(2) {
             let problem = format!("makes {rotated} of the {head_dim} dimensions of a head; rotation needs pairs");
             return Err(config.wrong(key, problem));
@@ -319,6 +345,8 @@ impl Places {
         place.or(self.everywhere().last()).expect("there is the configuration itself").wrong(key, problem)
     }
 }
+
+const THETA: &str = "rope_theta";
 
 const ORIGINAL: &str = "original_max_position_embeddings";
 

@@ -371,6 +371,9 @@ fn parameters_of_a_scaling_are_checked() {
         (&yarn, "attn_factor", json!(2), "only 1 is served"),
         (&yarn, "extrapolation_factor", json!(0.5), "only 1 is served"),
         (&yarn, "rope_theta", json!(1.0), "above 1"),
+        (&llama, "mscale", json!(1.0), "yarn alone"),
+        (&linear, "mscale_all_dim", json!(1.0), "yarn alone"),
+        (&dynamic, "mscale_all_dim", json!(0.5), "yarn alone"),
     ] {
         assert_refused(&set(base, key, value), &["config.json", &format!("rope_scaling.{key}"), word]);
     }
@@ -389,6 +392,10 @@ fn contradictions_and_omissions_are_refused() {
         assert_refused(&bare(1.0).with("rope_scaling", bad), &["rope_scaling", "object"]);
     }
     assert_refused(&bare(1.0).with("rope_scaling", json!({"type": 1})), &["rope_scaling.type", "a string"]);
+    for files in [bare(1.0), Files::golden("bailing_moe_v2_5")] {
+        let untyped = files.with("rope_scaling", json!({"mscale_all_dim": 1.0}));
+        assert_refused(&untyped, &["config.json: rope_scaling.mscale_all_dim = 1.0", "yarn alone"]);
+    }
 }
 
 /// Factor on the softmax scale and on cosine and sine of an MLA model.

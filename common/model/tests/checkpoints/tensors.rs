@@ -186,3 +186,48 @@ fn weights_that_are_no_numbers_are_loaded_as_such() {
         assert!(logit.is_nan());
     }
 }
+
+/// MiniMax as transformers stores it repeats what its decays follow from.
+#[test]
+fn stored_slopes_must_be_those_of_the_configuration() {
+    let (name, head) = ("model.layers.3.self_attn.slope_rate", 2);
+    let files = Files::golden("minimax");
+    let scaled = |factor: f32| {
+        let mut files = files.clone();
+        let t = files.tensors.get_mut(name).expect("it is stored");
+        let mut values = t.values();
+        values[head] *= factor;
+        *t = Stored::f32(&t.shape.clone(), &values);
+        files
+    };
+    let want = logits(&golden("minimax"));
+    assert_eq!(logits(scaled(1.000_05).write().path()), want, "close enough");
+    for factor in [1.0003, 0.9997, 2.0, -1.0, f32::NAN, f32::INFINITY] {
+        let words = ["model.safetensors", name, "at 2", "config.json"];
+        assert_refused(scaled(factor).write().path(), &words);
+    }
+    // Rounded, or left out.
+    let mut narrow = files.clone();
+    let mut bare = files.clone();
+    for (tensor, t) in narrow.tensors.iter_mut().filter(|(tensor, _)| tensor.ends_with("slope_rate")) {
+        t.data = t.values().into_iter().flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect();
+        t.dtype = Dtype::BF16;
+        bare.tensors.remove(tensor);
+    }
+    assert_eq!(logits(narrow.write().path()), want, "bf16");
+    assert_eq!(logits(bare.write().path()), want, "without");
+    // Of another shape, or of a layer that has none.
+    let mut wrong = files.clone();
+    wrong.tensors.get_mut(name).expect("it is stored").shape = vec![2, 2, 1];
+    assert_refused(wrong.write().path(), &[name, "[2, 2, 1]", "[4]"]);
+    let mut full = files.clone();
+    full.tensors.insert("model.layers.7.self_attn.slope_rate".to_string(), files.tensors[name].clone());
+    assert_refused(full.write().path(), &["model.layers.7.self_attn.slope_rate", "belongs to no part"]);
+    // What follows from them is ignored, told once for all layers.
+    let rig = load(Cpu::new(1), &golden("minimax"), DType::F32).expect("a checkpoint");
+    let ignored = ["diagonal_decay", "key_decay", "query_decay"].map(|t| format!("model.layers.*.self_attn.{t}"));
+    assert_eq!(rig.model.ignored(), ignored);
+    let mut other = files;
+    other.tensors.insert("model.layers.x.self_attn.key_decay".to_string(), Stored::f32(&[1], &[0.0]));
+    assert_refused(other.write().path(), &["model.layers.x.self_attn.key_decay", "belongs to no part"]);
+}

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::support::*;
 
 /// Keys that say nothing about what a text model computes from its weights and tokens.
-const UNREAD: [&str; 51] = [
+const UNREAD: [&str; 50] = [
     "attention_dropout",
     "block_size",
     "chunk_size",
@@ -18,7 +18,6 @@ const UNREAD: [&str; 51] = [
     "time_step_floor",
     // Of initial weights.
     "time_step_max",
-    "time_step_min",
     "use_mamba_kernels",
     "moe_shared_expert_overlap",
     "bos_token_id",
@@ -152,6 +151,7 @@ fn what_no_family_serves_is_refused_by_name() {
             ("use_qkv_bias", json!(true)),
             ("mlp_bias", json!(true)),
             ("use_sliding_window", json!(true)),
+            ("sliding_window", json!(128)),
             ("expert_swiglu_limit_list", json!([null, 7.0])),
             ("share_expert_swiglu_limit_list", json!([1.0])),
             ("swiglu_limit", json!(7)),
@@ -161,6 +161,8 @@ fn what_no_family_serves_is_refused_by_name() {
         }
         let none = json!([null, null]);
         assert_same(name, &with(&config, &format!("{inner}expert_swiglu_limit_list"), none), &config);
+        let width = with(&config, &format!("{inner}sliding_window"), 128);
+        assert_same(name, &with(&width, &format!("{inner}use_sliding_window"), false), &config);
     }
     for (name, key, value) in [
         ("qwen3_5_moe", "norm_topk_prob", json!(false)),
@@ -175,7 +177,12 @@ fn what_no_family_serves_is_refused_by_name() {
         ("kimi_linear", "mla_use_nope", json!(false)),
         ("kimi_linear", "moe_router_activation_func", json!("softmax")),
         ("minimax_m1", "shared_intermediate_size", json!(16)),
-        ("minimax", "sliding_window", json!(128)),
+        ("bailing_moe_linear", "norm_head", json!(true)),
+        ("bailing_moe_v2_5", "norm_head", json!(true)),
+        ("bailing_hybrid", "norm_head", json!(true)),
+        ("bailing_moe_linear", "use_rmsnorm", json!(false)),
+        ("bailing_moe_v2_5", "use_rmsnorm", json!(false)),
+        ("bailing_hybrid", "use_rmsnorm", json!(false)),
         ("bamba", "mamba_proj_bias", json!(true)),
     ] {
         assert_refused(&with(&fixture(name), key, value), &["config.json: ", key, "served"]);

@@ -26,7 +26,8 @@ fn kimis_lists_count_from_one() {
     assert_refused(&kimi(json!(4), json!([1, 2, 3])), &[full, "whole numbers"]);
     assert_refused(&kimi(Value::Null, json!([1, 2, 3])), &[full, "missing"]);
     assert_refused(&kimi(json!([4]), Value::Null), &[linear, "missing"]);
-    assert_refused(&kimi(Value::Null, Value::Null), &["linear_attn_config", "missing", "layer_types"]);
+    let missing = "linear_attn_config.full_attn_layers: is missing, and so is layer_types";
+    assert_refused(&kimi(Value::Null, Value::Null), &[missing]);
 }
 
 #[test]
@@ -120,6 +121,36 @@ fn every_fourth_layer_of_qwen_and_olmo_by_default() {
     }
     let config = with(&fixture("qwen3_next"), "layer_types", Value::Null);
     assert_eq!(pattern(&describe(&with(&config, "full_attention_interval", 2))), "LFLF");
+    // The last layer of an OLMo that is too small for a fourth one.
+    let olmo = with(&fixture("olmo_hybrid"), "layer_types", Value::Null);
+    for (layers, kinds) in [(2, "LF"), (3, "LLF"), (4, "LLLF"), (5, "LLLFL")] {
+        assert_eq!(pattern(&describe(&with(&olmo, "num_hidden_layers", layers))), kinds);
+    }
+}
+
+#[test]
+fn a_list_of_layers_counts_more_than_a_rule_and_a_difference_is_told() {
+    let listed = |name: &str| {
+        let config = with(&fixture(name), "num_hidden_layers", 4);
+        let types = json!(["linear_attention", "full_attention", "linear_attention", "full_attention"]);
+        with(&config, "layer_types", types)
+    };
+    for (name, key) in [
+        ("qwen3_next", "full_attention_interval"),
+        ("qwen3_5", "full_attention_interval"),
+        ("bailing_moe_linear", "layer_group_size"),
+        ("bailing_moe_v2_5", "layer_group_size"),
+        ("bailing_hybrid", "layer_group_size"),
+    ] {
+        let warnings = |config: &Value| {
+            let (spec, warnings) = with_warnings(|| describe(config));
+            assert_eq!(pattern(&spec), "LFLF", "{name}");
+            warnings
+        };
+        assert_eq!(warnings(&with(&listed(name), key, 2)), 0, "{name}: the same");
+        assert_eq!(warnings(&with(&listed(name), key, 3)), 1, "{name}: another");
+        assert_eq!(warnings(&with(&listed(name), key, Value::Null)), 0, "{name}: the list alone");
+    }
 }
 
 #[test]

@@ -103,6 +103,10 @@ fn ring_may_lack_norms_and_have_silu() {
         assert!(recurrent(&bare, 0).q_norm.is_none() && recurrent(&bare, 0).k_norm.is_none(), "{name}");
         let silu = describe(&with(&fixture(name), "linear_silu", true));
         assert_eq!(recurrent(&silu, 0).activation, Some(Activation::Silu), "{name}");
+        let renamed = with(&with(&fixture(name), "linear_silu", Value::Null), "use_linear_silu", true);
+        assert_same(name, &renamed, &with(&fixture(name), "linear_silu", true));
+        let both = with(&fixture(name), "use_linear_silu", true);
+        assert_refused(&both, &["use_linear_silu: differs from linear_silu"]);
     }
     let bare = describe(&with(&fixture("bailing_moe_linear"), "use_qk_norm", false));
     assert!(attention(&bare, 4).q_norm.is_none() && attention(&bare, 4).k_norm.is_none());
@@ -171,6 +175,49 @@ fn mamba_heads_and_steps() {
     {
         assert_refused(&with(&bamba, "time_step_limit", wrong), &["config.json: time_step_limit", "two numbers"]);
     }
+}
+
+/// transformers' modeling_nemotron_h.py: steps are from `time_step_min` on, without an end, whatever `time_step_limit` is.
+#[test]
+fn nemotrons_steps_have_a_least() {
+    let nemotron = fixture("nemotron_h");
+    let limit = |config: &Value| match recurrent(&describe(config), 0).decay {
+        DecaySpec::Head { limit, .. } => limit,
+        ref other => panic!("{other:?}"),
+    };
+    assert_eq!(limit(&nemotron), (0.001, f32::INFINITY));
+    assert_eq!(limit(&with(&nemotron, "time_step_min", 0.25)), (0.25, f32::INFINITY));
+    let bare = with(&nemotron, "time_step_min", Value::Null);
+    assert_eq!(limit(&bare), (0.001, f32::INFINITY), "the default");
+    assert_eq!(limit(&with(&bare, "mamba_dt_min", 0.0)), (0.0, f32::INFINITY));
+    assert_refused(&with(&nemotron, "time_step_min", -0.1), &["config.json: time_step_min", "0 or more"]);
+    let unlimited = with(&nemotron, "time_step_limit", Value::Null);
+    assert_same("no limit", &unlimited, &nemotron);
+    for key in ["time_step_limit", "mamba_dt_limit"] {
+        let limited = with(&unlimited, key, json!([0.25, 2]));
+        assert_refused(&limited, &[&format!("config.json: {key} = [0.25,2]"), "served", "time_step_min"]);
+    }
+    // Elsewhere the limit is the one that counts.
+    let bamba = fixture("bamba");
+    assert_same("bamba", &with(&bamba, "time_step_min", 0.25), &bamba);
+}
+
+#[test]
+fn nemotrons_mamba_has_two_key_sets() {
+    let nemotron = fixture("nemotron_h");
+    for (key, other, different) in [
+        ("n_groups", "mamba_n_groups", json!(4)),
+        ("conv_kernel", "mamba_d_conv", json!(3)),
+        ("use_conv_bias", "mamba_conv_bias", json!(false)),
+        ("time_step_limit", "mamba_dt_limit", json!([0.0, 1.0])),
+        ("time_step_min", "mamba_dt_min", json!(0.5)),
+    ] {
+        let renamed = with(&with(&nemotron, key, Value::Null), other, nemotron[key].clone());
+        assert_same(other, &renamed, &nemotron);
+        assert_refused(&with(&nemotron, other, different), &[&format!("{other}: differs from {key}")]);
+    }
+    let plain = with(&with(&nemotron, "use_conv_bias", Value::Null), "mamba_conv_bias", false);
+    assert_eq!(recurrent(&describe(&plain), 0).conv.as_ref().unwrap().bias, None);
 }
 
 #[test]

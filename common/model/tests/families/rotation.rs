@@ -55,6 +55,9 @@ fn a_share_in_every_spelling() {
         with(&bare, "rope_parameters", json!({"rotary_dim": 8, "rope_type": "default"})),
         with(&bare, "rope_scaling", json!({"type": "default", "partial_rotary_factor": 0.5})),
         with(&minimax, "partial_rotary_factor", 0.5),
+        with(&bare, "rotary_pct", 0.5),
+        with(&bare, "rope_parameters", json!({"rotary_pct": 0.5, "rope_theta": 1e7})),
+        with(&with(&bare, "rotary_pct", 0.5), "partial_rotary_factor", 0.5),
     ];
     for config in &spellings {
         assert_same(&config.to_string(), config, &minimax);
@@ -62,6 +65,9 @@ fn a_share_in_every_spelling() {
     let whole = describe(&bare);
     assert_turns("no share", attention(&whole, 7).rope.as_ref(), 16, 1e7, false);
     assert_refused(&with(&minimax, "partial_rotary_factor", 1.0), &["rotary_dim", "partial_rotary_factor", "16"]);
+    let two = with(&with(&bare, "rotary_pct", 0.25), "partial_rotary_factor", 0.5);
+    assert_refused(&two, &["rotary_pct: makes it 4, but partial_rotary_factor makes it 8 of 16 dimensions"]);
+    assert_refused(&with(&bare, "rotary_pct", 1.5), &["rotary_pct", "from 0 to 1"]);
     assert_refused(&with(&minimax, "rotary_dim", 7), &["rotary_dim", "pairs"]);
     assert_refused(&with(&minimax, "rotary_dim", 18), &["rotary_dim", "16 dimensions"]);
     // As transformers converts it: `rotary_dim` counts there too.
@@ -88,11 +94,40 @@ fn olmo_turns_only_with_a_theta() {
     let rope = |config: &Value| attention(&describe(config), 3).rope.clone();
     let bare = with(&olmo, "rope_parameters", Value::Null);
     assert_eq!(rope(&bare), None, "null");
-    assert_eq!(rope(&with(&olmo, "rope_parameters.rope_theta", Value::Null)), None, "theta is null");
+    assert_eq!(rope(&with(&olmo, "rope_parameters.rope_theta", Value::Null)), None, "the type alone");
+    let null = json!({"rope_type": "default", "rope_theta": null});
+    assert_eq!(rope(&with(&olmo, "rope_parameters", null)), None, "theta is null");
     assert_eq!(rope(&with(&bare, "rope_parameters", json!({}))), None, "empty");
     assert_turns("on top", rope(&with(&bare, "rope_theta", 500.0)).as_ref(), 16, 500.0, false);
     let per_type = json!({"full_attention": {"rope_type": "default", "rope_theta": 500.0}});
     assert_turns("per type", rope(&with(&bare, "rope_parameters", per_type)).as_ref(), 16, 500.0, false);
+}
+
+/// Theta and the scaling may stand in different places.
+#[test]
+fn olmo_turns_wherever_its_theta_is() {
+    let bare = with(&fixture("olmo_hybrid"), "rope_parameters", Value::Null);
+    let linear = json!({"rope_type": "linear", "factor": 2.0});
+    let all = json!({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0});
+    let beside = |key: &str, value: Value| with(&with(&bare, "rope_theta", 500.0), key, value);
+    let halved: Vec<f64> = frequencies(16, 500.0).iter().map(|f| f / 2.0).collect();
+    for config in [
+        beside("rope_scaling", linear.clone()),
+        beside("rope_parameters", linear.clone()),
+        beside("rope_parameters", json!({"full_attention": linear})),
+        with(&bare, "rope_parameters", all.clone()),
+        with(&bare, "rope_parameters", json!({"full_attention": all})),
+        with(&bare, "rope_scaling", all),
+        with(&with(&bare, "rope_parameters", json!({"rope_theta": 500.0})), "rope_scaling", linear.clone()),
+    ] {
+        let rope = attention(&describe(&config), 3).rope.clone().unwrap_or_else(|| panic!("{config} does not turn"));
+        assert!(rope.inv_freq.iter().zip(&halved).all(|(got, want)| (got - want).abs() <= 1e-12 * want), "{config}");
+        assert_eq!(rope.inv_freq.len(), 8, "{config}");
+    }
+    for key in ["rope_scaling", "rope_parameters"] {
+        let refusal = format!("config.json: {key}.rope_theta: is missing, though a scaling is named");
+        assert_refused(&with(&bare, key, linear.clone()), &[&refusal]);
+    }
 }
 
 #[test]

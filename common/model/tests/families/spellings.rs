@@ -17,6 +17,11 @@ fn both_key_sets_describe_one_model() {
         (describe(&json("minimax/config.release_names.json")), describe(&fixture("minimax")));
     assert_eq!((release.family, converted.family), ("minimax_m1", "minimax"));
     release.family = converted.family;
+    assert_eq!(release.expected.len(), 7);
+    for ((tensor, a), (other, b)) in release.expected.iter().zip(&converted.expected) {
+        assert!(tensor == other && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5), "{tensor} {a:?} {b:?}");
+    }
+    (release.expected, converted.expected) = (vec![], vec![]);
     for layer in 0..7 {
         let [mut theirs, mut ours] = [&release, &converted].map(|spec| recurrent(spec, layer).clone());
         let (DecaySpec::Fixed(a), DecaySpec::Fixed(b)) = (&theirs.decay, &ours.decay) else { panic!("fixed decays") };
@@ -67,6 +72,7 @@ fn bailing_hybrid_is_told_by_its_keys_or_refused() {
     assert_eq!(describe(&ring).family, "bailing_moe_v2_5");
     let neither = with(&with(&ring, "group_norm_size", Value::Null), "linear_silu", Value::Null);
     assert_refused(&neither, &both);
+    assert_refused(&with(&neither, "use_linear_silu", true), &["group_norm_size: is missing"]);
     assert_refused(&with(&ring, "kda_safe_gate", true), &both);
     let ling = with(&fixture("bailing_hybrid"), "architectures", Value::Null);
     assert_eq!(describe(&ling).family, "bailing_hybrid");
@@ -80,6 +86,20 @@ fn releases_of_minimax_have_three_names() {
     let release = fixture("minimax_m1");
     let text = with(&release, "architectures", json!(["MiniMaxText01ForCausalLM"]));
     assert_same("Text-01", &text, &release);
+}
+
+#[test]
+fn the_epsilon_of_norms_has_three_names() {
+    for name in FIXTURES.into_iter().filter(|name| !name.ends_with("vlm")) {
+        let names = ["rms_norm_eps", "layer_norm_epsilon", "norm_eps"];
+        let bare = names.iter().fold(fixture(name), |config, key| with(&config, key, Value::Null));
+        for key in names {
+            let named = with(&bare, key, 0.25);
+            assert_eq!(describe(&named).final_norm.eps, 0.25, "{name}: {key}");
+            let other = if key == names[0] { names[1] } else { names[0] };
+            assert_refused(&with(&named, other, 0.5), &["differs from", key, other]);
+        }
+    }
 }
 
 #[test]

@@ -1,12 +1,16 @@
 //! Configurations to describe and to change.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use hypic_model::spec::{
     AttentionSpec, ExpertsSpec, FeedSpec, LatentSpec, MixerSpec, ModelSpec, RecurrentSpec, RowSource,
 };
 use hypic_model::{Config, families};
 use serde_json::Value;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 /// The reference models, by directory.
 pub const FIXTURES: [&str; 15] = [
@@ -129,4 +133,36 @@ pub fn pattern(spec: &ModelSpec) -> String {
 pub fn feeds(spec: &ModelSpec) -> String {
     let letter = |feed: &FeedSpec| if matches!(feed, FeedSpec::Experts(_)) { 'E' } else { 'd' };
     spec.layers.iter().map(|l| l.feed.as_ref().map_or('-', |feed| letter(&feed.body))).collect()
+}
+
+/// Counts warnings.
+struct Warnings(Arc<AtomicUsize>);
+
+impl Subscriber for Warnings {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::WARN
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, _: &Event<'_>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// What `run` returns, and how many warnings it gave.
+pub fn with_warnings<T>(run: impl FnOnce() -> T) -> (T, usize) {
+    let count = Arc::new(AtomicUsize::new(0));
+    let result = tracing::subscriber::with_default(Warnings(count.clone()), run);
+    (result, count.load(Ordering::Relaxed))
 }

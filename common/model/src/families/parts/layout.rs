@@ -1,7 +1,7 @@
 //! Which layers are of which kind, from each form of list that releases use. A list that is taken for another form
 //! gives a model whose weights do not fit, or worse, one whose weights do.
 
-use super::read::opt_usizes;
+use super::read::{opt_usizes, spelling};
 use crate::{Config, ModelError};
 
 /// `key`, a name for every layer: whether it is one of `yes`; another must be one of `no`.
@@ -29,6 +29,40 @@ pub fn named(c: &Config, key: &str, layers: usize, no: &[&str], yes: &[&str]) ->
 /// As [`named`].
 pub fn layer_types(c: &Config, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
     named(c, "layer_types", layers, &["linear_attention"], &["full_attention"])
+}
+
+/// Words for a Mamba2 layer in lists of Mamba2 stacks, as releases and as transformers write them.
+pub const MAMBA: [&str; 2] = ["mamba", "linear_attention"];
+
+/// Words for attention in the same lists.
+pub const ATTENTION: [&str; 2] = ["attention", "full_attention"];
+
+/// `layer_types` of a Mamba2 stack, or `layers_block_type`: that name, and which layers are full attention.
+///
+/// # Errors
+/// As [`named`]; or if both are there and differ.
+pub fn mamba_types(c: &Config, layers: usize) -> Result<(&'static str, Option<Vec<bool>>), ModelError> {
+    let key = spelling(c, &["layer_types", "layers_block_type"])?;
+    Ok((key, named(c, key, layers, &MAMBA, &ATTENTION)?))
+}
+
+/// `layer_types`, else `ruled`, which follows from the rule at `key`. Where both are and differ the list counts, as in
+/// the references, and the difference is told.
+///
+/// # Errors
+/// As [`named`].
+pub fn listed_or_ruled(
+    c: &Config,
+    layers: usize,
+    (key, ruled): (&str, Option<Vec<bool>>),
+) -> Result<Option<Vec<bool>>, ModelError> {
+    let Some(listed) = layer_types(c, layers)? else { return Ok(ruled) };
+    let differs = ruled.and_then(|ruled| listed.iter().zip(&ruled).position(|(a, b)| a != b));
+    if let Some(layer) = differs {
+        let (used_from, ignored_from) = (c.name("layer_types"), c.name(key));
+        tracing::warn!(layer, used_from, ignored_from, "two layouts of the layers");
+    }
+    Ok(Some(listed))
 }
 
 /// The last of every `interval` layers.

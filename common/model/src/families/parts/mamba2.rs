@@ -2,13 +2,13 @@
 
 use serde_json::Value;
 
-use super::read::{divides, only};
+use super::read::{divides, factor, only, spelling};
 use super::recurrent::{kernel, recurrent, shape};
 use super::trunk::{Module, Trunk};
 use crate::spec::{ChannelOrder, ConvSpec, DecaySpec, ProjectionSpec, RecurrentSpec, WriteSpec};
 use crate::{Config, ModelError};
 
-/// Names of a layer's keys.
+/// Names of a layer's keys; of a list, those that releases use for one parameter.
 pub struct Keys {
     /// Heads.
     pub heads: &'static str,
@@ -17,13 +17,17 @@ pub struct Keys {
     /// Width of all heads, as a multiple of the hidden size; `None`: it does not matter.
     pub expand: Option<&'static str>,
     /// Groups of B and C.
-    pub groups: &'static str,
+    pub groups: &'static [&'static str],
     /// Width of B and of C.
     pub state: &'static str,
     /// Taps of the convolution.
-    pub kernel: &'static str,
+    pub kernel: &'static [&'static str],
     /// Whether the convolution has a bias.
-    pub conv_bias: &'static str,
+    pub conv_bias: &'static [&'static str],
+    /// Least and largest step.
+    pub limit: &'static [&'static str],
+    /// The least step, of a family that takes it from a key of its own and has no largest one; `None`: `limit` counts.
+    pub least: Option<&'static [&'static str]>,
 }
 
 /// The keys of Bamba and Granite.
@@ -31,10 +35,12 @@ pub const MAMBA: Keys = Keys {
     heads: "mamba_n_heads",
     width: "mamba_d_head",
     expand: Some("mamba_expand"),
-    groups: "mamba_n_groups",
+    groups: &["mamba_n_groups"],
     state: "mamba_d_state",
-    kernel: "mamba_d_conv",
-    conv_bias: "mamba_conv_bias",
+    kernel: &["mamba_d_conv"],
+    conv_bias: &["mamba_conv_bias"],
+    limit: &["time_step_limit"],
+    least: None,
 };
 
 /// A layer of a Mamba2 stack.
@@ -44,21 +50,22 @@ pub const MAMBA: Keys = Keys {
 pub fn mamba2(trunk: &Trunk<'_>, at: &Module, keys: &Keys) -> Result<RecurrentSpec, ModelError> {
     let c = &trunk.c;
     only(c, &["mamba_proj_bias"], false)?;
-    let (heads, groups) = (c.size(keys.heads)?, c.opt_size(keys.groups)?.unwrap_or(1));
+    let groups_key = spelling(c, keys.groups)?;
+    let (heads, groups) = (c.size(keys.heads)?, c.opt_size(groups_key)?.unwrap_or(1));
     let width = head_width(trunk, keys, heads)?;
     let state = c.size(keys.state)?;
-    let shape = shape(c, (keys.groups, groups), (keys.heads, heads), (keys.state, state), (keys.width, width))?;
+    let shape = shape(c, (groups_key, groups), (keys.heads, heads), (keys.state, state), (keys.width, width))?;
     let values = heads * width;
     let [gate, channels, dt] = at.split("in_proj", 1, [values, values + 2 * groups * state, heads]);
     let decay = DecaySpec::Head {
         x: vec![dt],
         a_log: at.tensor("A_log"),
         dt_bias: at.tensor("dt_bias"),
-        limit: step_limit(c)?,
+        limit: step_limit(c, keys)?,
     };
-    let bias = c.opt_bool(keys.conv_bias)?.unwrap_or(true);
+    let bias = c.opt_bool(spelling(c, keys.conv_bias)?)?.unwrap_or(true);
     let conv = ConvSpec {
-        kernel: kernel(c, keys.kernel)?,
+        kernel: kernel(c, spelling(c, keys.kernel)?)?,
         weight: vec![at.rows("conv1d", channels.take)],
         bias: bias.then(|| at.tensor("conv1d.bias")),
     };
@@ -92,11 +99,27 @@ fn head_width(trunk: &Trunk<'_>, keys: &Keys, heads: usize) -> Result<usize, Mod
     Ok(width)
 }
 
-/// Least and largest step, `time_step_limit`. An infinite one is written in two ways, since JSON has none. (The keys
-/// `time_step_min` and `time_step_max` are about initial weights.)
-fn step_limit(c: &Config) -> Result<(f32, f32), ModelError> {
-    const KEY: &str = "time_step_limit";
-    let Some(value) = c.get(KEY) else { return Ok((0.0, f32::INFINITY)) };
+/// A layer's least and largest step.
+fn step_limit(c: &Config, keys: &Keys) -> Result<(f32, f32), ModelError> {
+    const UNLIMITED: (f32, f32) = (0.0, f32::INFINITY);
+    const LEAST: f64 = 0.001;
+    let limit_key = spelling(c, keys.limit)?;
+    let limit = limits(c, limit_key)?.unwrap_or(UNLIMITED);
+    let Some(least_keys) = keys.least else { return Ok(limit) };
+    let least_key = spelling(c, least_keys)?;
+    if limit != UNLIMITED {
+        return Err(c.unsupported(limit_key, format_args!("only 0 and Infinity are served beside {least_key}")));
+    }
+    let least = factor(c, least_key, Some(LEAST))?;
+    if least < 0.0 {
+        return Err(c.wrong(least_key, format!("must be 0 or more, is {least}")));
+    }
+    Ok((least, f32::INFINITY))
+}
+
+/// Two numbers in order. An infinite one is written in two ways, since JSON has none.
+fn limits(c: &Config, key: &str) -> Result<Option<(f32, f32)>, ModelError> {
+    let Some(value) = c.get(key) else { return Ok(None) };
     let number = |v: &Value| match v.get("__float__").unwrap_or(v) {
         Value::String(text) if text == "Infinity" => Some(f32::INFINITY),
         v => v.as_f64().map(|n| n as f32),
@@ -106,7 +129,7 @@ fn step_limit(c: &Config) -> Result<(f32, f32), ModelError> {
         _ => None,
     };
     match limits {
-        Some((least, most)) if (0.0..=most).contains(&least) => Ok((least, most)),
-        _ => Err(c.wrong(KEY, format!("must be two numbers, from 0 and in order, is {value}"))),
+        Some((least, most)) if (0.0..=most).contains(&least) => Ok(Some((least, most))),
+        _ => Err(c.wrong(key, format!("must be two numbers, from 0 and in order, is {value}"))),
     }
 }

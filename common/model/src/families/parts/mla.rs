@@ -23,6 +23,13 @@ pub struct Latent {
     d_v: usize,
 }
 
+/// The rotation of the rotary part.
+pub struct Rotation {
+    rope: RopeSpec,
+    /// Factor on the softmax scale.
+    stretched: f64,
+}
+
 impl Latent {
     /// Read them.
     ///
@@ -51,41 +58,33 @@ impl Latent {
         Ok(widths)
     }
 
-    /// The rotary embedding of the rotary part, all of which turns, in pairs of neighbours unless `rope_interleave` says
+    /// The rotation of the rotary part, all of which turns, in pairs of neighbours unless `rope_interleave` says
     /// otherwise.
     ///
     /// # Errors
     /// If a rope parameter is wrong or not served.
-    pub fn rope(&self, trunk: &Trunk<'_>, theta: f64) -> Result<RopeSpec, ModelError> {
+    pub fn rotation(&self, trunk: &Trunk<'_>, theta: f64) -> Result<Rotation, ModelError> {
         let interleaved = trunk.c.opt_bool("rope_interleave")?.unwrap_or(true);
-        Ok(RopeSpec { interleaved, ..rope_whole(trunk.config, self.rotary, theta)? })
+        let rope = RopeSpec { interleaved, ..rope_whole(trunk.config, self.rotary, theta)? };
+        Ok(Rotation { rope, stretched: softmax_factor(trunk.config)? })
     }
 
     /// A layer without output gate.
-    ///
-    /// # Errors
-    /// If a rope parameter is wrong.
-    pub fn layer(
-        &self,
-        trunk: &Trunk<'_>,
-        at: &Module,
-        out: &str,
-        rope: Option<RopeSpec>,
-    ) -> Result<LatentSpec, ModelError> {
+    pub fn layer(&self, trunk: &Trunk<'_>, at: &Module, out: &str, rotation: Option<&Rotation>) -> LatentSpec {
         let queries = self.heads * (self.nope + self.rotary);
         let query = match self.query_rank {
             Some(rank) => ProjectionSpec::LowRank { down: at.rows("q_a_proj", rank), up: at.rows("q_b_proj", queries) },
             None => ProjectionSpec::Direct(vec![at.rows("q_proj", queries)]),
         };
-        let stretched = if rope.is_some() { softmax_factor(trunk.config)? } else { 1.0 };
-        Ok(LatentSpec {
+        let stretched = rotation.map_or(1.0, |rotation| rotation.stretched);
+        LatentSpec {
             heads: self.heads,
             rank: self.rank,
             nope: self.nope,
             rotary: self.rotary,
             d_v: self.d_v,
             scale: (((self.nope + self.rotary) as f64).powf(-0.5) * stretched) as f32,
-            rope,
+            rope: rotation.map(|rotation| rotation.rope.clone()),
             query,
             query_norm: self.query_rank.map(|rank| at.norm("q_a_layernorm", rank, LATENT_EPS)),
             latent: at.rows("kv_a_proj_with_mqa", self.rank + self.rotary),
@@ -93,7 +92,7 @@ impl Latent {
             up: at.tensor("kv_b_proj.weight"),
             gate: None,
             out: at.rows(out, trunk.hidden),
-        })
+        }
     }
 
     /// Number of heads.

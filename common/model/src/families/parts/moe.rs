@@ -89,17 +89,9 @@ pub fn softmax(trunk: &Trunk<'_>, renormalise: bool) -> Result<RouteSpec, ModelE
     })
 }
 
-/// Experts of a sigmoid router (DeepSeek-V3, 2024): they are chosen within the best groups by score plus `bias`,
+/// Experts of a sigmoid router (DeepSeek-V3, 2024): they are chosen within the best groups by score plus bias,
 /// weighed by their scores, and joined by shared experts, which are one MLP that serves every row.
-///
-/// # Errors
-/// If a key is missing, wrong or asks for something that is not served.
-pub fn sigmoid_experts(
-    trunk: &Trunk<'_>,
-    at: &Module,
-    names: Names,
-    bias: Option<&str>,
-) -> Result<FeedSpec, ModelError> {
+fn sigmoid_experts(trunk: &Trunk<'_>, at: &Module, places: &SigmoidExperts) -> Result<FeedSpec, ModelError> {
     let c = &trunk.c;
     only(c, &["score_function", "scoring_func", "moe_router_activation_func"], "sigmoid")?;
     only(c, &["topk_method"], "noaux_tc")?;
@@ -108,13 +100,34 @@ pub fn sigmoid_experts(
     let experts = ExpertsSpec {
         route,
         router: at.rows("gate", route.experts),
-        bias: bias.map(|name| at.tensor(name)),
-        experts: one_by_one(at, names, hidden, inner, route.experts),
+        bias: places.bias.map(|name| at.tensor(name)),
+        experts: one_by_one(at, places.names, hidden, inner, route.experts),
         fused: None,
         shared: shared_width(c, inner)?.map(|inner| mlp(&at.sub("shared_experts"), PROJ, hidden, inner)),
         shared_gate: None,
     };
     Ok(experts.into())
+}
+
+/// Where the experts of a sigmoid router are.
+pub struct SigmoidExperts {
+    /// Their module in a layer.
+    pub module: &'static str,
+    /// Names of an expert's projections.
+    pub names: Names,
+    /// The router's bias, in their module; `None`: it has none.
+    pub bias: Option<&'static str>,
+}
+
+/// What follows the mixer of the layer `at`: experts if it is `sparse`, else one MLP in `mlp`.
+///
+/// # Errors
+/// If a key is missing, wrong or asks for something that is not served.
+pub fn feed(trunk: &Trunk<'_>, at: &Module, sparse: bool, experts: &SigmoidExperts) -> Result<FeedSpec, ModelError> {
+    match sparse {
+        true => sigmoid_experts(trunk, &at.sub(experts.module), experts),
+        false => dense(trunk, &at.sub("mlp")),
+    }
 }
 
 /// Width of the shared experts together, if there are any.
@@ -129,6 +142,7 @@ fn shared_width(c: &Config, inner: usize) -> Result<Option<usize>, ModelError> {
     }
 }
 
+/// The router. A row's weights are renormalised even if it has one expert, whose weight then is 1, as in the references.
 fn sigmoid(trunk: &Trunk<'_>) -> Result<RouteSpec, ModelError> {
     const TOP_GROUPS: &str = "topk_group";
     const GROUPED: &str = "use_grouped_topk";

@@ -104,6 +104,9 @@ impl<'a> Trunk<'a> {
         let c = config.text()?;
         only(&c, &["hidden_act"], "silu")?;
         only(&c, &["attention_bias", "use_bias", "use_qkv_bias", "mlp_bias", "use_sliding_window"], false)?;
+        if c.get("sliding_window").is_some() && c.opt_bool("use_sliding_window")? != Some(false) {
+            return Err(c.unsupported("sliding_window", "attention without a window is served"));
+        }
         for key in ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list", "swiglu_limit"] {
             let limited = |v: &serde_json::Value| match v.as_array() {
                 Some(list) => list.iter().any(|limit| !limit.is_null()),
@@ -178,6 +181,7 @@ impl<'a> Trunk<'a> {
             tied_head: tied.then_some(head),
             layers,
             ignored: self.predictors()?,
+            expected: Vec::new(),
             compose: ComposeRule::Transition,
             eos: self.c.token_ids("eos_token_id")?,
         })
@@ -248,7 +252,7 @@ fn max_positions(c: &Config, default: usize) -> Result<usize, ModelError> {
 }
 
 fn norm_eps(c: &Config, default: f64) -> Result<f32, ModelError> {
-    let key = spelling(c, &["rms_norm_eps", "layer_norm_epsilon"])?;
+    let key = spelling(c, &["rms_norm_eps", "layer_norm_epsilon", "norm_eps"])?;
     let eps = factor(c, key, Some(default))?;
     // Not above 0 as f32: rows of zeros would become NaN.
     if eps <= 0.0 || eps >= 1.0 {
