@@ -189,7 +189,9 @@ async fn finish(
     // Why the entry was not made explains why it was not delivered.
     let source = made?;
     match delivered {
-        Ok(Delivered { bytes, exposed }) => Ok(JobOutcome { source, sent_bytes: bytes, exposed }),
+        Ok(Delivered { bytes: sent_bytes, hidden_bytes, exposed }) => {
+            Ok(JobOutcome { source, sent_bytes, hidden_bytes, exposed })
+        }
         Err(error) => Err(JobError::Undelivered { worker, reason: error.to_string() }),
     }
 }

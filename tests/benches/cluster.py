@@ -9,7 +9,7 @@ Nothing else should run on the machine.
 
 speedup: 16 segments of 512 random tokens and a query of 64, on one worker and on two. Worker i is pinned to core i;
 router and combiner run on both. Printed beside the times to the first token: the share of the processor time that was
-not the workers', and the share of the time of transfers that was hidden behind other work, as the router measures it.
+not the workers', and the share of the bytes of computed entries that were on their way before the computation ended.
 
 kill: 4 segments of equal length on 4 workers, undisturbed and with one worker killed when about half of its segment is
 done. Printed: the median of the extra time, and as a multiple of the time that one segment takes its worker alone. The
@@ -134,7 +134,7 @@ def speedup(given, tokens):
         total, count = (now - then for now, then in zip(cluster.hidden(), begun[workers]))
         cluster.stop()
         print(f"{workers} worker(s): {medians} (medians of {given.rounds})")
-        hidden = f"{total / count:.1%} of the time of {count:.0f} transfers" if count else "no transfers"
+        hidden = f"{total / count:.1%} of the bytes of {count:.0f} transfers" if count else "no transfers"
         print(f"  processor time of router and combiner: {other / (own + other):.1%}; hidden: {hidden}")
     ratio = statistics.median(times[1]["first_token"]) / statistics.median(times[2]["first_token"])
     print(f"two workers against one: {ratio:.2f}x to the first token")

@@ -100,7 +100,7 @@ metrics! {
     TRANSFER_BYTES: Counter "hypic.transfer.io" "By" "Bytes of state received" [];
     TRANSFER_FAILURES: Counter "hypic.transfer.failures" "{transfer}" "Transfers that failed" ["reason"];
     TRANSFERS_OPEN: Gauge "hypic.transfers.open" "{transfer}" "Transfers under way" [];
-    TRANSFER_HIDDEN: Histogram "hypic.transfer.hidden" "1" "Share of transfer time hidden by other work, 0 to 1" [];
+    TRANSFER_HIDDEN: Histogram "hypic.transfer.hidden" "1" "Share of a computed entry's bytes that were on their way before its last part was final, 0 to 1" [];
     REJECTIONS: Counter "hypic.rejections" "{request}" "Requests turned away" ["reason"];
     DISCONNECTS: Counter "hypic.disconnects" "{request}" "Requests whose client went away" ["phase"];
     MAKESPAN_BOUND: Counter "hypic.segments.makespan_bound" "{segment}" "Segments as long as the makespan alone" [];

@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
+use crate::KvAhead;
 use crate::transport::{Delivered, DeliveryError, Parcel, Transport};
 
 /// Closed transfers that are remembered, so that a late sender is told at once.
@@ -140,6 +141,10 @@ impl<S: Storage> Exchange<S> {
 }
 
 impl<S: Storage> Transport<S> for Exchange<S> {
+    fn ahead(&self) -> Option<KvAhead<S>> {
+        None
+    }
+
     /// By reference: the combiner is in this process. A plan that is still on its way is waited for.
     fn deliver(&self, parcel: Parcel<S>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
         let Parcel { to, source, .. } = parcel;

@@ -58,6 +58,8 @@ pub struct JobOutcome {
     pub source: JobSource,
     /// Bytes that were sent; 0 within one process.
     pub sent_bytes: u64,
+    /// Those of them that were on their way before the last part was final.
+    pub hidden_bytes: u64,
     /// From the last part's being final until the combiner had it.
     pub exposed: Duration,
 }
@@ -65,7 +67,7 @@ pub struct JobOutcome {
 impl JobOutcome {
     /// An outcome within one process, where nothing is sent.
     pub fn here(source: JobSource) -> Self {
-        JobOutcome { source, sent_bytes: 0, exposed: Duration::ZERO }
+        JobOutcome { source, sent_bytes: 0, hidden_bytes: 0, exposed: Duration::ZERO }
     }
 }
 
@@ -130,6 +132,11 @@ pub trait Scatter: Send + Sync {
 
     /// Whether it holds the entry `key`, as far as is known.
     fn holds(&self, key: EntryKey) -> bool;
+
+    /// Tokens that it has still to prefill, for whichever router, as far as is known; 0 if it does not tell. Must not block.
+    fn backlog_tokens(&self) -> u64 {
+        0
+    }
 
     /// Have a segment's entry sent to the job's destination. The parts begin to flow before this resolves; it
     /// resolves when the destination has the entry, or will not get it from here.

@@ -37,6 +37,8 @@ pub struct Parcel<S: Storage> {
 pub struct Delivered {
     /// Bytes that were sent.
     pub bytes: u64,
+    /// Those of them that were on their way before the last part was final.
+    pub hidden_bytes: u64,
     /// From the last part's being final until the combiner had all.
     pub exposed: Duration,
 }
@@ -62,9 +64,7 @@ pub enum DeliveryError {
 pub trait Transport<S: Storage>: Send + Sync {
     /// Room for K and V of one parcel that leave before their part is final. `None` where nothing is gained by it: parts
     /// that are shared by reference need no way.
-    fn ahead(&self) -> Option<KvAhead<S>> {
-        None
-    }
+    fn ahead(&self) -> Option<KvAhead<S>>;
 
     /// Send the parts of an entry as they become final. Resolves when the combiner has all of them, or will not get
     /// them from here. Dropping the future gives up the transfer; the combiner is told.

@@ -127,6 +127,7 @@ pub(super) fn done_message(outcome: &JobOutcome, accepted: Instant) -> v1::Prefi
     let mut done = v1::PrefillDone {
         sent_bytes: outcome.sent_bytes,
         exposed_ms: ms(outcome.exposed),
+        hidden_bytes: outcome.hidden_bytes,
         ..v1::PrefillDone::default()
     };
     match outcome.source {
@@ -155,7 +156,8 @@ pub(super) fn outcome(done: &v1::PrefillDone, sent: Instant) -> Result<JobOutcom
         Ok(v1::PrefillSource::Shared) => JobSource::Shared,
         Ok(v1::PrefillSource::Unspecified) | Err(_) => return Err(format!("source {} is unknown", done.source)),
     };
-    Ok(JobOutcome { source, sent_bytes: done.sent_bytes, exposed: span(done.exposed_ms) })
+    let (sent_bytes, hidden_bytes) = (done.sent_bytes, done.hidden_bytes);
+    Ok(JobOutcome { source, sent_bytes, hidden_bytes, exposed: span(done.exposed_ms) })
 }
 
 /// A status of ours.

@@ -86,6 +86,10 @@ pub trait Remote: Send + Sync + 'static {
     }
     /// What it has to do.
     fn load(&self) -> CombineLoad;
+    /// Of a worker: tokens that it has still to prefill, for whomever, as it said last; 0 if it does not say.
+    fn backlog_tokens(&self) -> u64 {
+        0
+    }
     /// Of a combiner: bytes of a prefix state of no tokens, bytes that each token adds, and bytes that all may take.
     fn prefix_sizes(&self) -> (usize, usize, usize);
 }

@@ -121,7 +121,10 @@ impl<B: Backend, P: Stored> Receiver<B, P> {
         let body = identity.seam..identity.tokens.len();
         let mut assembly = Assembly::new(identity.key, self.layout.clone(), body, self.config.part_limit);
         loop {
-            match stream.message().await?.and_then(|m| m.message) {
+            let Some(v1::TransferMessage { message }) = stream.message().await? else {
+                return Err(assembly.broken_off());
+            };
+            match message {
                 Some(Message::Chunk(chunk)) => {
                     if let Some((layer, part)) = assembly.take(chunk)? {
                         lead.publish(layer, part_from_host(&self.backend, &part));
@@ -130,7 +133,8 @@ impl<B: Backend, P: Stored> Receiver<B, P> {
                 Some(Message::End(_)) => return assembly.finish(),
                 Some(Message::Abort(abort)) => return Err(Status::aborted(abort.reason)),
                 Some(Message::Header(_)) => return Err(convert::invalid("a second header")),
-                None => return Err(assembly.broken_off()),
+                // Of a kind that this version does not know.
+                None => {}
             }
         }
     }

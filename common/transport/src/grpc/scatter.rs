@@ -47,6 +47,10 @@ impl Scatter for RemoteScatter {
         self.holdings.has(key)
     }
 
+    fn backlog_tokens(&self) -> u64 {
+        self.remote.backlog_tokens()
+    }
+
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {
         prefill(self.remote.clone(), job).boxed()
     }

@@ -98,9 +98,10 @@ impl<B: Backend> Shared<B> {
                 biased;
                 // The combiner may have all it wants before everything is sent.
                 answer = &mut answer => {
-                    let Sent { bytes, last_ready, .. } = sent.unwrap_or_default();
+                    let Sent { bytes, hidden_bytes, all_ready, .. } = sent.unwrap_or_default();
+                    let exposed = all_ready.map(|at| at.elapsed()).unwrap_or_default();
                     return match answer {
-                        Ok(_) => Ok(Delivered { bytes, exposed: last_ready.map(|at| at.elapsed()).unwrap_or_default() }),
+                        Ok(_) => Ok(Delivered { bytes, hidden_bytes, exposed }),
                         Err(status) => Err(refusal(&status)),
                     };
                 }
@@ -163,7 +164,10 @@ struct Outgoing<'a, B: Backend> {
 struct Sent {
     parts: u32,
     bytes: u64,
-    last_ready: Option<Instant>,
+    /// Of those that were sent while not all was final.
+    hidden_bytes: u64,
+    /// When all was.
+    all_ready: Option<Instant>,
 }
 
 /// Why the sending stopped.
@@ -181,11 +185,14 @@ impl<B: Backend> Outgoing<'_, B> {
         let news = Arc::new(Notify::new());
         let waker = news.clone();
         source.subscribe(Arc::new(move || waker.notify_one()));
-        let mut layer = 0;
-        while layer < self.shared.layout.len() {
+        let (mut layer, layers) = (0, self.shared.layout.len());
+        while layer < layers {
+            // Parts become final in the order of the layers.
+            if self.sent.all_ready.is_none() && matches!(source.part(layers - 1), PartState::Ready(_)) {
+                self.sent.all_ready = Some(Instant::now());
+            }
             match source.part(layer) {
                 PartState::Ready(part) => {
-                    self.sent.last_ready = Some(Instant::now());
                     self.rest(layer, &part, source.tokens().len() - self.seam).await?;
                     layer += 1;
                 }
@@ -283,6 +290,9 @@ impl<B: Backend> Outgoing<'_, B> {
         }
         self.sent.parts += 1;
         self.sent.bytes += part_bytes;
+        if self.sent.all_ready.is_none() {
+            self.sent.hidden_bytes += part_bytes;
+        }
         Ok(())
     }
 

@@ -10,7 +10,7 @@ use hypic_kernels::Cpu;
 use hypic_scatter_worker::{Interest, Worker};
 use hypic_telemetry::Open;
 use hypic_transport::grpc::{GrpcTransport, ScatterService};
-use hypic_transport::{Delivered, DeliveryError, Parcel, Scatter, Transport};
+use hypic_transport::{Delivered, DeliveryError, KvAhead, Parcel, Scatter, Transport};
 use tonic::service::Routes;
 
 use super::admin::Joined;
@@ -48,6 +48,10 @@ struct Counted {
 }
 
 impl Transport<Cpu> for Counted {
+    fn ahead(&self) -> Option<KvAhead<Cpu>> {
+        self.sender.ahead()
+    }
+
     fn deliver(&self, parcel: Parcel<Cpu>) -> BoxFuture<'static, Result<Delivered, DeliveryError>> {
         let (open, delivery) = (self.open.enter(), self.sender.deliver(parcel));
         async move {
