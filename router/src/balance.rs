@@ -4,10 +4,13 @@
 //! Owns each worker's backlog (estimated time of the work that it was given and has not finished) and its speed as
 //! measured, computing and sending: what a worker computes leaves it while it computes, so a segment takes the longer of
 //! both. A backlog is the sum of [`Charge`] guards: it goes down exactly once for every guard, by just what the
-//! guard added, whether the work is completed, fails, is cancelled or panics. What can go wrong: there may be no worker
-//! to assign to, which is a typed error; estimates may be off, which costs time and corrects itself as jobs complete.
+//! guard added, whether the work is completed, fails, is cancelled or panics. On top comes what the worker tells that it
+//! has to do for others. What can go wrong: there may be no worker to assign to, which is a typed error; estimates may be
+//! off, which costs time and corrects itself as jobs complete.
 
+mod charge;
 mod link;
+mod others;
 mod speed;
 
 use std::collections::BTreeMap;
@@ -17,8 +20,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub use charge::Charge;
 pub use link::LinkConfig;
 use link::{Link, Sizes};
+use others::Others;
 use speed::SpeedModel;
 pub use speed::{Speed, SpeedConfig};
 
@@ -85,6 +90,8 @@ pub struct WorkerLoad {
     pub backlog: Duration,
     /// Number of segments that it was given and has not finished.
     pub segments: usize,
+    /// Estimated time of what it has to do for others, by its own word.
+    pub others: Duration,
     /// Its speed: measured, else that of all workers together, else the configured one.
     pub speed: Speed,
     /// Completed segments that the speed was learned from.
@@ -111,6 +118,8 @@ struct Fleet {
     pooled: SpeedModel,
     pooled_link: Link,
     sizes: Sizes,
+    /// Usual tokens of a segment; 0 until one was placed.
+    usual: f64,
 }
 
 /// One life of a worker.
@@ -123,8 +132,15 @@ struct Worker {
     /// Whole nanoseconds, so that taking away what was added leaves what was there.
     backlog: u128,
     segments: usize,
+    /// Charges that it has ever had: tells whether one was alone.
+    charges: u64,
+    others: Others,
     model: SpeedModel,
     link: Link,
+}
+
+fn duration(nanos: u128) -> Duration {
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
 impl Balancer {
@@ -138,6 +154,7 @@ impl Balancer {
             next: Incarnation(0),
             pooled_link: Link::default(),
             sizes: Sizes::default(),
+            usual: 0.0,
         };
         Balancer { fleet: Arc::new(Mutex::new(fleet)) }
     }
@@ -160,8 +177,18 @@ impl Balancer {
         let incarnation = fleet.next;
         fleet.next = Incarnation(incarnation.0 + 1);
         let model = SpeedModel::new(&fleet.config);
-        fleet.workers.insert(incarnation, Worker { id, backlog: 0, segments: 0, model, link: Link::default() });
+        let (others, link) = (Others::default(), Link::default());
+        fleet.workers.insert(incarnation, Worker { id, backlog: 0, segments: 0, charges: 0, others, model, link });
         Ok(())
+    }
+
+    /// Whom to ask how many tokens a worker has still to prefill, for whichever router: `told` must not block, and must not
+    /// use this balancer. Until this is set, a worker has to do what it was given here and nothing else. False if the worker
+    /// is not known.
+    pub fn ask_backlog(&self, worker: &str, told: impl Fn() -> u64 + Send + Sync + 'static) -> bool {
+        let mut fleet = self.fleet.lock();
+        let known = fleet.workers.values_mut().find(|known| known.id.as_str() == worker);
+        known.map(|known| known.others.ask(Arc::new(told))).is_some()
     }
 
     /// Forget a worker; its charges become inert. False if there is none of this name.
@@ -191,27 +218,22 @@ impl Balancer {
         longest_first.sort_by_key(|&segment| std::cmp::Reverse(tokens[segment]));
 
         // One lock for all segments: concurrent requests must see each other's charges, or they choose the same worker.
-        let mut fleet = self.fleet.lock();
+        // Declared before the lock, because a charge that is dropped locks too.
         let mut placed = Vec::with_capacity(tokens.len());
+        let mut fleet = self.fleet.lock();
+        let others = if tokens.is_empty() { BTreeMap::new() } else { fleet.all_others() };
         for segment in longest_first {
-            let Some((incarnation, nanos)) = fleet.first_to_finish(tokens[segment], excluded) else {
+            let Some((incarnation, nanos)) = fleet.first_to_finish(tokens[segment], excluded, &others) else {
                 let known = fleet.workers.len();
                 let excluded = fleet.workers.values().filter(|worker| excluded.contains(&worker.id)).count();
                 debug_assert!(placed.is_empty(), "the choice of workers does not change under the lock");
                 return Err(BalanceError::NoWorker { segments: tokens.len(), known, excluded });
             };
-            let worker = fleet.workers.get_mut(&incarnation).expect("chosen from these workers under the same lock");
-            worker.backlog += nanos as u128;
-            worker.segments += 1;
-            placed.push((segment, worker.id.clone(), incarnation, nanos));
+            let charge = Charge::begin(&self.fleet, &mut fleet, incarnation, tokens[segment], nanos);
+            let worker = fleet.workers[&incarnation].id.clone();
+            placed.push(Assignment { segment, worker, estimate: charge.estimate(), charge });
         }
-        drop(fleet);
-
-        let assignments = placed.into_iter().map(|(segment, worker, incarnation, nanos)| {
-            let charge = Charge { fleet: self.fleet.clone(), incarnation, tokens: tokens[segment], nanos };
-            Assignment { segment, worker, estimate: charge.estimate(), charge }
-        });
-        Ok(assignments.collect())
+        Ok(placed)
     }
 
     /// Estimated time of a prefill of `tokens` on a worker, without its backlog; `None` if the worker is not known.
@@ -225,27 +247,13 @@ impl Balancer {
     pub fn sending(&self, worker: &str, tokens: usize, bytes: Option<u64>) -> Option<Duration> {
         let fleet = self.fleet.lock();
         let bytes = bytes.map_or_else(|| fleet.sizes.bytes(tokens, &fleet.links), |bytes| bytes as f64);
-        Some(fleet.link(fleet.worker(worker)?).time(bytes, &fleet.links))
+        Some(fleet.moving(fleet.worker(worker)?, bytes))
     }
 
     /// Estimated time for some worker to send an entry of `tokens`.
     pub fn sending_anywhere(&self, tokens: usize) -> Duration {
         let fleet = self.fleet.lock();
-        fleet.pooled_link.time(fleet.sizes.bytes(tokens, &fleet.links), &fleet.links)
-    }
-
-    /// A worker sent an entry of `tokens` that it held, all of whose `bytes` took `time`; no bytes, as within a process,
-    /// say nothing.
-    pub fn sent(&self, worker: &str, tokens: usize, bytes: u64, time: Duration) {
-        if bytes == 0 {
-            return;
-        }
-        let fleet = &mut *self.fleet.lock();
-        if let Some(worker) = fleet.workers.values_mut().find(|known| known.id.as_str() == worker) {
-            worker.link.learn(bytes, time, &fleet.links);
-            fleet.pooled_link.learn(bytes, time, &fleet.links);
-        }
-        fleet.sizes.learn(tokens, bytes, &fleet.links);
+        fleet.links.time(fleet.sizes.bytes(tokens, &fleet.links), fleet.pooled_rate())
     }
 
     /// An entry of `tokens` had so many bytes.
@@ -269,30 +277,33 @@ impl Balancer {
         let mut fleet = self.fleet.lock();
         let (&incarnation, known) = fleet.workers.iter().find(|(_, known)| known.id.as_str() == worker)?;
         let nanos = u64::try_from(time(&fleet, known).as_nanos()).unwrap_or(u64::MAX);
-        let known = fleet.workers.get_mut(&incarnation).expect("found under the same lock");
-        known.backlog += nanos as u128;
-        known.segments += 1;
-        Some(Charge { fleet: self.fleet.clone(), incarnation, tokens, nanos })
+        Some(Charge::begin(&self.fleet, &mut fleet, incarnation, tokens, nanos))
     }
 
-    /// Estimated time of the work that a worker has; `None` if it is not known.
+    /// Estimated time of the work that a worker has, that for others included; `None` if it is not known.
     pub fn backlog(&self, worker: &str) -> Option<Duration> {
         let fleet = self.fleet.lock();
-        Some(Duration::from_nanos(u64::try_from(fleet.worker(worker)?.backlog).unwrap_or(u64::MAX)))
+        let worker = fleet.worker(worker)?;
+        Some(duration(worker.backlog.saturating_add(fleet.others(worker))))
     }
 
-    /// Estimated time of the work that all workers have together.
+    /// Estimated time of the work that a worker has for others, by its own word; `None` if it is not known.
+    pub fn others(&self, worker: &str) -> Option<Duration> {
+        let fleet = self.fleet.lock();
+        Some(duration(fleet.others(fleet.worker(worker)?)))
+    }
+
+    /// Estimated time of the work that all workers were given here together.
     pub fn whole_backlog(&self) -> Duration {
-        let nanos = self.fleet.lock().workers.values().map(|worker| worker.backlog).sum::<u128>();
-        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+        duration(self.fleet.lock().workers.values().map(|worker| worker.backlog).sum::<u128>())
     }
 
     /// The least estimated time, backlog included, in which a worker that is not excluded would have a segment done.
     pub fn soonest(&self, tokens: usize, excluded: &[WorkerId]) -> Option<Duration> {
         let fleet = self.fleet.lock();
-        let (incarnation, nanos) = fleet.first_to_finish(tokens, excluded)?;
-        let whole = fleet.workers[&incarnation].backlog + nanos as u128;
-        Some(Duration::from_nanos(u64::try_from(whole).unwrap_or(u64::MAX)))
+        let others = fleet.all_others();
+        let (incarnation, nanos) = fleet.first_to_finish(tokens, excluded, &others)?;
+        Some(duration(fleet.workers[&incarnation].backlog + others[&incarnation] + nanos as u128))
     }
 
     /// The speed of all workers together.
@@ -310,11 +321,12 @@ impl Balancer {
         let fleet = self.fleet.lock();
         let load = |worker: &Worker| WorkerLoad {
             worker: worker.id.clone(),
-            backlog: Duration::from_nanos(u64::try_from(worker.backlog).unwrap_or(u64::MAX)),
+            backlog: duration(worker.backlog),
             segments: worker.segments,
+            others: duration(fleet.others(worker)),
             speed: fleet.speed(worker),
             measured: worker.model.measured(),
-            bytes_per_second: fleet.link(worker).rate(&fleet.links),
+            bytes_per_second: fleet.rate(worker),
         };
         fleet.workers.values().map(load).collect()
     }
@@ -325,14 +337,42 @@ impl Fleet {
         self.workers.values().find(|known| known.id.as_str() == id)
     }
 
-    fn link<'a>(&'a self, worker: &'a Worker) -> &'a Link {
-        if worker.link.is_measured() { &worker.link } else { &self.pooled_link }
+    /// Bytes per second of all links together.
+    fn pooled_rate(&self) -> f64 {
+        self.pooled_link.rate().unwrap_or(self.links.bytes_per_second)
+    }
+
+    /// Bytes per second of a worker's link.
+    fn rate(&self, worker: &Worker) -> f64 {
+        worker.link.faded(self.pooled_rate(), &self.links)
+    }
+
+    /// To have bytes sent by a worker.
+    fn moving(&self, worker: &Worker, bytes: f64) -> Duration {
+        self.links.time(bytes, self.rate(worker))
     }
 
     /// To have a segment computed by a worker and sent: parts leave while others are computed.
     fn time(&self, worker: &Worker, tokens: usize) -> Duration {
-        let sending = self.link(worker).time(self.sizes.bytes(tokens, &self.links), &self.links);
+        let sending = self.moving(worker, self.sizes.bytes(tokens, &self.links));
         self.speed(worker).time(tokens).max(sending)
+    }
+
+    /// Nanoseconds of what a worker has to do for others. It tells a sum of tokens: they are taken for segments of the
+    /// usual length, because a long one takes more than in proportion.
+    fn others(&self, worker: &Worker) -> u128 {
+        let tokens = worker.others.tokens(self.config.told_delay);
+        if tokens == 0 {
+            return 0;
+        }
+        let usual = if self.usual > 0.0 { (self.usual.round().max(1.0) as u64).min(tokens) } else { tokens };
+        let each = self.speed(worker).time(usize::try_from(usual).unwrap_or(usize::MAX));
+        each.as_nanos().saturating_mul(u128::from(tokens)) / u128::from(usual)
+    }
+
+    /// The same of every worker. Asked once for many segments: what they are given meanwhile is not what others gave.
+    fn all_others(&self) -> BTreeMap<Incarnation, u128> {
+        self.workers.iter().map(|(&incarnation, worker)| (incarnation, self.others(worker))).collect()
     }
 
     fn speed(&self, worker: &Worker) -> Speed {
@@ -341,61 +381,19 @@ impl Fleet {
     }
 
     /// The worker that would finish a segment first, and the nanoseconds that it takes there.
-    fn first_to_finish(&self, tokens: usize, excluded: &[WorkerId]) -> Option<(Incarnation, u64)> {
+    fn first_to_finish(
+        &self,
+        tokens: usize,
+        excluded: &[WorkerId],
+        others: &BTreeMap<Incarnation, u128>,
+    ) -> Option<(Incarnation, u64)> {
         let candidates = self.workers.iter().filter(|(_, worker)| !excluded.contains(&worker.id));
         let finishes = candidates.map(|(&incarnation, worker)| {
             let nanos = u64::try_from(self.time(worker, tokens).as_nanos()).unwrap_or(u64::MAX);
-            (worker.backlog + nanos as u128, incarnation, nanos)
+            let before = worker.backlog + others.get(&incarnation).copied().unwrap_or_default();
+            (before + nanos as u128, incarnation, nanos)
         });
         finishes.min().map(|(_, incarnation, nanos)| (incarnation, nanos))
-    }
-}
-
-/// The load of one segment on one worker. Dropping it gives the load back; so does [`Charge::complete`], which also
-/// tells the balancer how long the work took. Inert once the worker has been removed.
-#[must_use = "dropping a charge gives the load back at once"]
-pub struct Charge {
-    fleet: Arc<Mutex<Fleet>>,
-    incarnation: Incarnation,
-    tokens: usize,
-    nanos: u64,
-}
-
-impl Charge {
-    /// The time that the worker is charged with.
-    pub fn estimate(&self) -> Duration {
-        Duration::from_nanos(self.nanos)
-    }
-
-    /// The prefill is done and took `measured`, waiting in the worker's queue not included.
-    pub fn complete(self, measured: Duration) {
-        let mut guard = self.fleet.lock();
-        let fleet = &mut *guard;
-        if let Some(worker) = fleet.workers.get_mut(&self.incarnation) {
-            worker.model.learn(self.tokens, measured, &fleet.config);
-            fleet.pooled.learn(self.tokens, measured, &fleet.config);
-        }
-        // Unlocked before `self` is dropped, which locks again to give the load back.
-        drop(guard);
-    }
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        let mut fleet = self.fleet.lock();
-        let Some(worker) = fleet.workers.get_mut(&self.incarnation) else {
-            return;
-        };
-        debug_assert!(worker.backlog >= self.nanos as u128 && worker.segments > 0, "charged before it is given back");
-        worker.backlog = worker.backlog.saturating_sub(self.nanos as u128);
-        worker.segments = worker.segments.saturating_sub(1);
-    }
-}
-
-impl fmt::Debug for Charge {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut debug = f.debug_struct("Charge");
-        debug.field("tokens", &self.tokens).field("estimate", &self.estimate()).finish_non_exhaustive()
     }
 }
 

@@ -58,8 +58,12 @@ impl Directory {
         });
         holders.workers.extend(self.asked_workers.iter().filter(|&&i| self.view.scatter[i].holds(key)));
         holders.combiners.extend(self.asked_combiners.iter().filter(|&&i| self.view.combiners[i].holds(key)));
-        // In the order of the view, which decides between equals.
-        holders.workers.sort_unstable();
+        // In the order of the view, which decides between equals. A member that has come back under its id is told of
+        // twice until its old stay is cleared.
+        for places in [&mut holders.workers, &mut holders.combiners] {
+            places.sort_unstable();
+            places.dedup();
+        }
         holders
     }
 
@@ -72,6 +76,7 @@ impl Directory {
             }
         });
         makers.sort_unstable();
+        makers.dedup();
         makers
     }
 }

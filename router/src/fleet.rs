@@ -78,6 +78,11 @@ impl Fleet {
                 tracing::warn!(worker = id, %error, "worker is not used");
             }
         }
+        // Also of who was there before: it may be another connection.
+        for worker in &view.scatter {
+            let told = Arc::downgrade(worker);
+            self.balancer.ask_backlog(worker.id(), move || told.upgrade().map_or(0, |worker| worker.backlog_tokens()));
+        }
         *self.present.write() = Arc::new(Directory::new(self.index.clone(), view));
         for id in before.difference(&ids) {
             self.balancer.remove_worker(id);

@@ -1,8 +1,9 @@
 //! Which worker is computing which entry: one computation for concurrent misses of all requests of a router.
 //!
 //! A miss boards the flight that its key has, at the worker where it is computed, or begins one. A flight is known for
-//! as long as a guard of it lives; a request that goes away takes its guard with it, so nothing stays behind. Two
-//! routers do not know of each other's flights: that costs a computation, never an answer.
+//! as long as a guard of it lives; a request that goes away takes its guard with it, so nothing stays behind. What
+//! is computed for other routers is not known here: workers tell of it in their directories, a moment later. Two routers
+//! that miss one key within that moment cost a computation, never an answer.
 
 use std::collections::HashMap;
 use std::sync::Arc;

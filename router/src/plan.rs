@@ -32,7 +32,7 @@ pub(crate) use place::{Placement, Placer, rows};
 use place::{bound_alone, computed, place};
 use prefix::Prefixes;
 pub use replicate::ReplicateConfig;
-pub(crate) use replicate::{Replicator, replicate};
+pub(crate) use replicate::{Replicator, may_replicate, replicate};
 
 /// A prompt as token ids, with what its anchor may be.
 pub(crate) struct PromptTokens {

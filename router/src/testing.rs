@@ -2,7 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures::FutureExt;
@@ -60,6 +60,8 @@ impl Act {
 pub(crate) struct TestWorker {
     pub id: String,
     pub running: AtomicBool,
+    /// Tokens that it tells it has still to prefill.
+    pub backlog: AtomicU64,
     pub holds: Mutex<HashSet<EntryKey>>,
     /// What it does with its next jobs; after that it computes in a millisecond.
     pub acts: Mutex<VecDeque<Act>>,
@@ -71,6 +73,7 @@ impl TestWorker {
         Arc::new(TestWorker {
             id: id.into(),
             running: AtomicBool::new(true),
+            backlog: AtomicU64::new(0),
             holds: Mutex::default(),
             acts: Mutex::new(acts.iter().copied().collect()),
             jobs: Mutex::default(),
@@ -97,6 +100,10 @@ impl Scatter for TestWorker {
 
     fn holds(&self, key: EntryKey) -> bool {
         self.holds.lock().contains(&key)
+    }
+
+    fn backlog_tokens(&self) -> u64 {
+        self.backlog.load(Ordering::SeqCst)
     }
 
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use hypic_cache::EntryKey;
 use hypic_kernels::Cpu;
-use hypic_router::{FaultConfig, ReplicateConfig, Request, RouterConfig, SegmentSource};
+use hypic_router::{FaultConfig, PlanCosts, ReplicateConfig, Request, RouterConfig, SegmentSource};
 use hypic_tests::Random;
 use hypic_tests::ask::{ask, tokens};
 use hypic_tests::cluster::{entry_bytes, key_space};
@@ -19,7 +19,19 @@ const SEAM: usize = 8;
 
 fn prompt(seed: u64, query: u64) -> (Vec<u32>, Request) {
     let segment = Random(seed).tokens(300, VOCAB);
-    let mut request = tokens(vec![segment.clone()], Random(query).tokens(3, VOCAB), vec![5, 6]);
+    let mut request = tokens(vec![segment.clone()], Random(query).tokens(3, VOCAB), ANCHOR.to_vec());
+    request.max_tokens = Some(4);
+    (segment, request)
+}
+
+/// Tokens before a segment that is not the prompt's first, in its isolated prefill.
+const ANCHOR: [u32; 2] = [5, 6];
+
+/// A prompt with a segment that all of them have, behind one of its own: no two begin alike.
+fn shared(query: u64) -> (Vec<u32>, Request) {
+    let segment = Random(41).tokens(300, VOCAB);
+    let first = Random(1000 + query).tokens(SEAM - 1, VOCAB);
+    let mut request = tokens(vec![first, segment.clone()], Random(query).tokens(3, VOCAB), ANCHOR.to_vec());
     request.max_tokens = Some(4);
     (segment, request)
 }
@@ -91,22 +103,24 @@ async fn two_routers_share_a_computation() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hot_entry_is_spread_in_the_background() {
     let replicate = ReplicateConfig { uses: 3, window: Duration::from_secs(3600), ..ReplicateConfig::default() };
-    let router = RouterConfig { replicate, ..patient() };
+    // Requests go to the combiner that holds the entry, whatever its load of a moment ago was.
+    let costs = PlanCosts { waiting: Duration::ZERO, sequence: Duration::ZERO, ..PlanCosts::default() };
+    let router = RouterConfig { replicate, costs, ..patient() };
     let setup = RemoteSetup { workers: 1, combiners: 2, router: router.clone(), ..RemoteSetup::default() };
     let remotes = Remotes::with(setup).await;
-    let (segment, _) = prompt(41, 1);
-    let key = key(&remotes, &segment);
+    let (segment, _) = shared(1);
+    let key = EntryKey::new(&key_space(&remotes.model), SEAM, &ANCHOR, b"", &segment);
     let holders = || remotes.combiners.iter().filter(|c| c.store.contains(key)).count();
     for query in 0..2 {
-        ask(&remotes.router, prompt(41, query).1).await.expect("an answer");
+        ask(&remotes.router, shared(query).1).await.expect("an answer");
         remotes.settle().await;
         remotes.directory_settled().await;
     }
     assert_eq!(holders(), 1, "it is not hot yet, and requests go where it is");
     let computed = remotes.workers[0].store.stats().misses;
     for query in 2..5 {
-        let answer = ask(&remotes.router, prompt(41, query).1).await.expect("an answer");
-        assert_eq!(answer.report.segments[0].source, SegmentSource::Memory);
+        let answer = ask(&remotes.router, shared(query).1).await.expect("an answer");
+        assert_eq!(answer.report.segments[1].source, SegmentSource::Memory);
     }
     soon("the other combiner gets it", || holders() == 2).await;
     remotes.settle().await;
@@ -121,7 +135,7 @@ async fn a_hot_entry_is_spread_in_the_background() {
     // Now either can answer from memory.
     remotes.directory_settled().await;
     remotes.combiners[0].behind.drain();
-    let answer = ask(&remotes.router, prompt(41, 9).1).await.expect("an answer");
-    assert_eq!(answer.report.segments[0].source, SegmentSource::Memory);
+    let answer = ask(&remotes.router, shared(9).1).await.expect("an answer");
+    assert_eq!(answer.report.segments[1].source, SegmentSource::Memory);
     remotes.settle().await;
 }

@@ -24,7 +24,7 @@ use crate::breaker::Verdict;
 use crate::flights::Boarded;
 use crate::plan::{Origin, Placement, Placer, Wanted, rows};
 use crate::router::Core;
-use attempt::{Attempt, Entry, ask};
+use attempt::{Attempt, Entry, Reckoned, ask};
 pub(crate) use attempt::{Step, Trouble};
 
 /// The entries of one plan.
@@ -149,6 +149,7 @@ impl Jobs {
             Some(_) => Duration::ZERO,
             None => balancer.estimate(&id, rows(&entry.job)).unwrap_or_default(),
         };
+        let others = balancer.others(&id).unwrap_or_default();
         let expected = balancer.backlog(&id).unwrap_or_default().saturating_add(own);
         let until = Instant::now() + faults.late_after(expected, balancer.is_measured());
         let slow = (faults.hedge && !held_only && !entry.hedged).then(|| faults.hedge_after(expected));
@@ -156,6 +157,9 @@ impl Jobs {
         self.core.breakers.begin(&id);
         let deadline = entry.job.deadline.into_iter().chain([until.into_std()]).min();
         let (attempt, job) = self.attempt(i, id.clone(), held_only, deadline, charge, boarded);
+        if let Some(attempt) = self.attempts.get_mut(&attempt) {
+            attempt.reckoned = Reckoned { whole: expected, others };
+        }
         let answer = ask(&id, job, |job| worker.prefill(job));
         self.steps.push(Box::pin(async move {
             let result = tokio::select! {
@@ -201,8 +205,19 @@ impl Jobs {
         let to = Delivery { transfer, ..entry.job.to.clone() };
         let job = PrefillJob { to, held_only, deadline, cancel: cancel.clone(), ..entry.job.clone() };
         let (begun, out) = (Instant::now(), self.core.jobs_out.enter());
-        let attempt =
-            Attempt { entry: i, worker, transfer, cancel, charge, boarded, last_resort: false, begun, _out: out };
+        let reckoned = Reckoned::default();
+        let attempt = Attempt {
+            entry: i,
+            worker,
+            transfer,
+            cancel,
+            charge,
+            boarded,
+            last_resort: false,
+            begun,
+            reckoned,
+            _out: out,
+        };
         self.next_attempt += 1;
         self.attempts.insert(self.next_attempt, attempt);
         (self.next_attempt, job)
@@ -256,12 +271,17 @@ impl Jobs {
         }
         let wall = attempt.begun.elapsed();
         metrics().transfer_bytes(outcome.sent_bytes);
-        metrics().transfer_hidden(1.0 - outcome.exposed.as_secs_f64() / wall.as_secs_f64());
         let (balancer, tokens) = (self.core.fleet.balancer(), self.entries[attempt.entry].job.tokens.len());
         match outcome.source {
-            JobSource::Held => balancer.sent(&attempt.worker, tokens, outcome.sent_bytes, wall),
+            JobSource::Held => match &attempt.charge {
+                Some(charge) => charge.sent(tokens, outcome.sent_bytes, wall),
+                None => balancer.sized(tokens, outcome.sent_bytes),
+            },
             // It was sent while it was computed: its time says nothing of the link.
-            JobSource::Computed { .. } | JobSource::Shared => balancer.sized(tokens, outcome.sent_bytes),
+            JobSource::Computed { .. } | JobSource::Shared => {
+                metrics().transfer_hidden(outcome.hidden_bytes as f64 / outcome.sent_bytes as f64);
+                balancer.sized(tokens, outcome.sent_bytes);
+            }
         }
     }
 
@@ -272,8 +292,20 @@ impl Jobs {
             Err(JobError::Cancelled | JobError::NotHere(_)) => Verdict::Neutral,
             // The combiner's fault, more likely.
             Err(JobError::Undelivered { .. }) if !self.combiner.is_running() => Verdict::Neutral,
+            Err(JobError::Late(_)) if self.is_busy_for_others(attempt) => Verdict::Neutral,
             Err(_) => Verdict::Bad,
         }
+    }
+
+    /// Whether a worker that is late tells of more work for others than was reckoned with, which is reason enough. Work
+    /// that was known of is none: it had time for that, several times over.
+    fn is_busy_for_others(&self, attempt: &Attempt) -> bool {
+        let (balancer, view) = (self.core.fleet.balancer(), self.core.fleet.view());
+        let serving = view.worker(&attempt.worker).is_some_and(|worker| worker.is_running());
+        let more = balancer.others(&attempt.worker).unwrap_or_default().saturating_sub(attempt.reckoned.others);
+        let faults = &self.core.config.faults;
+        let enough = faults.late_after(attempt.reckoned.whole.saturating_add(more), balancer.is_measured());
+        serving && !more.is_zero() && attempt.begun.elapsed() < enough
     }
 
     /// Why an entry did not arrive, as far as can be told from here.

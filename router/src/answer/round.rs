@@ -12,7 +12,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use super::jobs::Jobs;
 use super::text::TextSide;
 use crate::fleet::Occupied;
-use crate::plan::{Avoid, Origin, Planned, PlannedSegment, Planner, Settings, replicate};
+use crate::plan::{Avoid, Origin, Planned, PlannedSegment, Planner, Settings, may_replicate, replicate};
 use crate::router::Core;
 
 /// All that a plan is made of, kept for the case that it has to be made again.
@@ -85,7 +85,8 @@ impl Round {
         let occupied = core.fleet.occupy(combiner.id());
         // First the plan: it opens the transfers that the jobs send to.
         combiner.generate(plan);
-        let uses: Vec<PrefillJob> = wanted.iter().map(|wanted| wanted.job.clone()).collect();
+        let uses: Vec<PrefillJob> =
+            if may_replicate(core) { wanted.iter().map(|wanted| wanted.job.clone()).collect() } else { Vec::new() };
         let jobs = Jobs::start(core.clone(), combiner.clone(), wanted, cancel.clone());
         // Last: nothing of the request waits for it.
         replicate(core, &uses, combiner.id());

@@ -3,9 +3,11 @@
 //!
 //! Owns the rate, learned from transfers that happened, and how many bytes a token has, learned from the same. What can
 //! go wrong is a transfer that says little (a paused peer, a tiny entry): sums over bytes and time make a transfer
-//! count by what it moved, and the pull of a single one is bounded.
+//! count by what it moved, the pull of a single one is bounded, and what was seen long ago fades.
 
 use std::time::Duration;
+
+use tokio::time::Instant;
 
 /// What is expected of links until transfers have been seen, and how they are learned.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,6 +22,9 @@ pub struct LinkConfig {
     pub memory_transfers: f64,
     /// A measurement counts as at most this factor above and below what was expected; above 1.
     pub outlier_factor: f64,
+    /// What was seen of a worker's link counts for a factor e less after so long without a transfer: then the rate of all
+    /// links together counts.
+    pub fade: Duration,
 }
 
 impl LinkConfig {
@@ -30,7 +35,14 @@ impl LinkConfig {
         bytes_per_token: 0.0,
         memory_transfers: 16.0,
         outlier_factor: 4.0,
+        fade: Duration::from_secs(30),
     };
+
+    /// Of so many bytes at a rate.
+    pub(super) fn time(&self, bytes: f64, rate: f64) -> Duration {
+        let moving = Duration::try_from_secs_f64(bytes / rate).unwrap_or(Duration::MAX);
+        self.latency.saturating_add(moving)
+    }
 
     fn keep(&self) -> f64 {
         debug_assert!(self.memory_transfers > 1.0 && self.outlier_factor > 1.0);
@@ -43,39 +55,63 @@ impl LinkConfig {
 pub(super) struct Link {
     bytes: f64,
     seconds: f64,
+    /// When the last transfer was seen.
+    seen: Option<Instant>,
 }
 
 impl Link {
-    pub(super) fn is_measured(&self) -> bool {
-        self.seconds > 0.0
+    /// Bytes per second; `None` until a transfer was seen.
+    pub(super) fn rate(&self) -> Option<f64> {
+        (self.seconds > 0.0).then(|| self.bytes / self.seconds)
     }
 
-    /// Bytes per second.
-    pub(super) fn rate(&self, config: &LinkConfig) -> f64 {
-        if self.is_measured() { self.bytes / self.seconds } else { config.bytes_per_second }
+    /// How much of what was seen still counts.
+    fn freshness(&self, config: &LinkConfig) -> f64 {
+        let age = self.seen.map_or(f64::INFINITY, |seen| seen.elapsed().as_secs_f64());
+        (-age / config.fade.as_secs_f64().max(1e-3)).exp()
     }
 
-    pub(super) fn time(&self, bytes: f64, config: &LinkConfig) -> Duration {
-        let moving = Duration::try_from_secs_f64(bytes / self.rate(config)).unwrap_or(Duration::MAX);
-        config.latency.saturating_add(moving)
+    /// Bytes per second, drawn to `usual` the longer no transfer was seen: a worker whose link seems slow is not asked to
+    /// send, so nothing else would ever correct it.
+    pub(super) fn faded(&self, usual: f64, config: &LinkConfig) -> f64 {
+        let Some(rate) = self.rate() else { return usual };
+        let fresh = self.freshness(config);
+        // The mean of the times, not of the rates.
+        1.0 / (fresh / rate + (1.0 - fresh) / usual)
     }
 
-    /// So many bytes took so long, latency included.
-    pub(super) fn learn(&mut self, bytes: u64, took: Duration, config: &LinkConfig) {
-        /// Clocks are no finer, and a rate has to stay finite.
-        const LEAST: f64 = 1e-6;
+    /// So many bytes took so long, latency included. `usual` is the rate of a link that was not measured.
+    pub(super) fn learn(&mut self, bytes: u64, took: Duration, usual: f64, config: &LinkConfig) {
         if bytes == 0 {
             return;
         }
+        let (rate, fresh) = (self.faded(usual, config), self.freshness(config));
+        self.bytes *= fresh;
+        self.seconds = self.bytes / rate;
+        self.add(bytes, took, rate, config);
+    }
+
+    /// The same for a link that does not fade.
+    pub(super) fn learn_lasting(&mut self, bytes: u64, took: Duration, config: &LinkConfig) {
+        let rate = self.rate().unwrap_or(config.bytes_per_second);
+        self.add(bytes, took, rate, config);
+    }
+
+    /// The very first one is bounded too: a stall would make a good link look bad for long. A link that is far from what
+    /// was configured is found within a few transfers.
+    fn add(&mut self, bytes: u64, took: Duration, rate: f64, config: &LinkConfig) {
+        /// Clocks are no finer, and a rate has to stay finite.
+        const LEAST: f64 = 1e-6;
         let mut seconds = took.saturating_sub(config.latency).as_secs_f64().max(LEAST);
-        // The first one is believed: the configured rate may be of another network altogether.
-        if self.is_measured() {
-            let expected = bytes as f64 / self.rate(config);
+        let expected = bytes as f64 / rate;
+        // Links that are taken to cost nothing bound nothing.
+        if expected > 0.0 {
             seconds = seconds.clamp(expected / config.outlier_factor, expected * config.outlier_factor);
         }
         let keep = config.keep();
         self.bytes = self.bytes * keep + bytes as f64;
         self.seconds = self.seconds * keep + seconds;
+        self.seen = Some(Instant::now());
     }
 }
 
@@ -110,31 +146,49 @@ mod tests {
         LinkConfig { latency, bytes_per_second: 1e9, bytes_per_token: 1e3, ..LinkConfig::FREE }
     }
 
+    const USUAL: f64 = 1e9;
+
     #[test]
     fn a_rate_begins_as_configured_and_follows_what_was_measured() {
         let (mut link, config) = (Link::default(), config());
-        assert_eq!(link.time(1e6, &config), Duration::from_millis(2));
-        // 1 MiB in 10 ms behind the latency: a tenth of what was configured.
-        link.learn(MIB, Duration::from_millis(11), &config);
-        let rate = link.rate(&config);
-        assert!((rate - MIB as f64 / 0.01).abs() < 1.0, "{rate}");
-        (0..100).for_each(|_| link.learn(MIB, Duration::from_millis(6), &config));
-        let rate = link.rate(&config);
-        assert!((rate / (MIB as f64 / 0.005) - 1.0).abs() < 0.02, "{rate}");
+        assert_eq!(config.time(1e6, link.faded(USUAL, &config)), Duration::from_millis(2));
+        for (times, millis) in [(6, 10), (100, 5)] {
+            (0..times).for_each(|_| link.learn(MIB, Duration::from_millis(1 + millis), USUAL, &config));
+            let ratio = link.faded(USUAL, &config) * millis as f64 / 1e3 / MIB as f64;
+            assert!((0.9..1.5).contains(&ratio), "{ratio}: a tenth of what was configured, after a few transfers");
+        }
     }
 
     #[test]
     fn a_single_stall_has_a_bounded_pull_and_nothing_is_learned_from_nothing() {
         let (mut link, config) = (Link::default(), config());
-        link.learn(0, Duration::from_secs(5), &config);
-        assert!(!link.is_measured());
-        (0..50).for_each(|_| link.learn(MIB, Duration::from_millis(6), &config));
-        let before = link.rate(&config);
-        link.learn(MIB, Duration::from_secs(100), &config);
-        assert!(link.rate(&config) > before / 2.0);
-        link.learn(MIB, Duration::ZERO, &config);
-        assert!(link.rate(&config).is_finite());
-        assert_eq!(Link::default().time(1e12, &LinkConfig::FREE), Duration::ZERO);
+        link.learn(0, Duration::from_secs(5), USUAL, &config);
+        assert!(link.rate().is_none());
+        link.learn(MIB, Duration::from_secs(100), USUAL, &config);
+        let after = link.faded(USUAL, &config);
+        assert!(after > 0.9 * USUAL / config.outlier_factor, "the first one: {after}");
+        (0..50).for_each(|_| link.learn(MIB, Duration::from_millis(6), USUAL, &config));
+        let before = link.faded(USUAL, &config);
+        link.learn(MIB, Duration::from_secs(100), USUAL, &config);
+        assert!(link.faded(USUAL, &config) > before / 2.0);
+        link.learn(MIB, Duration::ZERO, USUAL, &config);
+        assert!(link.faded(USUAL, &config).is_finite());
+        let mut free = Link::default();
+        assert_eq!(LinkConfig::FREE.time(1e12, free.faded(f64::INFINITY, &LinkConfig::FREE)), Duration::ZERO);
+        free.learn(MIB, Duration::from_secs(1), f64::INFINITY, &LinkConfig::FREE);
+        assert!(free.rate().is_some_and(|rate| (rate - MIB as f64).abs() < 1.0), "nothing was expected of it");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_link_that_sends_nothing_is_taken_for_a_usual_one_in_time() {
+        let (mut link, config) = (Link::default(), config());
+        (0..50).for_each(|_| link.learn(MIB, Duration::from_secs(1), USUAL, &config));
+        assert!(link.faded(USUAL, &config) < USUAL / 100.0);
+        tokio::time::advance(20 * config.fade).await;
+        assert!(link.faded(USUAL, &config) > 0.99 * USUAL);
+        link.learn(MIB, Duration::from_secs(1), USUAL, &config);
+        let again = link.faded(USUAL, &config);
+        assert!(again > 0.9 * USUAL / config.outlier_factor, "what is long ago does not count: {again}");
     }
 
     #[test]

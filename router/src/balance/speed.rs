@@ -35,6 +35,8 @@ pub struct SpeedConfig {
     pub memory_jobs: f64,
     /// A measurement counts as at most this factor above and below what was expected; above 1.
     pub outlier_factor: f64,
+    /// What workers tell of their backlogs is no older than this.
+    pub told_delay: Duration,
     /// Pull towards the prior's shape, in jobs. As (relative noise of a job / relative uncertainty of the shape)^2.
     pub shape_weight: f64,
 }
@@ -46,6 +48,7 @@ impl Default for SpeedConfig {
             prior: Speed { linear: 1e-4, quadratic: 5e-9 },
             memory_jobs: 32.0,
             outlier_factor: 4.0,
+            told_delay: Duration::from_millis(500),
             shape_weight: 0.02,
         }
     }

@@ -1,4 +1,5 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use super::*;
@@ -315,22 +316,113 @@ fn one_odd_measurement_moves_little_and_a_change_of_speed_is_followed() {
     assert_close(&model, slower, 3_000, 0.25);
 }
 
-#[test]
-fn a_slow_link_makes_a_worker_later_than_its_speed_does() {
-    let balancer = fleet(SpeedConfig::default(), 2);
+/// `worker` sends an entry so often, with nothing else to do.
+fn send(balancer: &Balancer, worker: &str, times: usize, takes: Duration) {
+    let charge = || balancer.charge_time(worker, Duration::ZERO).expect("known");
+    (0..times).for_each(|_| charge().sent(1_000, 10_000_000, takes));
+}
+
+/// Links of 1 GB/s and entries of 10 kB per token.
+fn linked(workers: usize) -> Balancer {
+    let balancer = fleet(SpeedConfig::default(), workers);
     let latency = Duration::from_micros(100);
     balancer.set_links(LinkConfig { latency, bytes_per_second: 1e9, bytes_per_token: 1e4, ..LinkConfig::FREE });
+    balancer
+}
+
+/// Who gets a few segments, each of which takes 0.1 s to compute.
+fn busy(balancer: &Balancer) -> Vec<String> {
+    let mut workers: Vec<String> =
+        balancer.assign(&[1_000; 4]).expect("a worker").iter().map(|a| a.worker.to_string()).collect();
+    workers.sort_unstable();
+    workers.dedup();
+    workers
+}
+
+#[test]
+fn a_slow_link_makes_a_worker_later_than_its_speed_does() {
+    let balancer = linked(2);
     let sending = |worker: &str| balancer.sending(worker, 0, Some(1 << 20)).expect("known");
     assert_eq!(sending("worker-0"), sending("worker-1"), "as configured");
     // A worker that was not measured is taken to be like the others.
-    balancer.sent("worker-0", 1_000, 10_000_000, Duration::from_secs(1));
+    send(&balancer, "worker-0", 20, Duration::from_secs(1));
     assert!(sending("worker-1") > Duration::from_millis(50));
-    balancer.sent("worker-1", 1_000, 10_000_000, Duration::from_millis(10));
+    send(&balancer, "worker-1", 60, Duration::from_millis(10));
     assert!(sending("worker-0") > 20 * sending("worker-1"));
     let rates: Vec<f64> = balancer.loads().iter().map(|load| load.bytes_per_second).collect();
-    assert!((1e7..2e7).contains(&rates[0]) && rates[1] > 9e8, "{rates:?}");
+    assert!((1e7..2e7).contains(&rates[0]) && rates[1] > 5e8, "{rates:?}");
     // A second to send and 0.1 s to compute, or 10 ms and 0.1 s.
-    let assignments = balancer.assign(&[1_000, 1_000, 1_000]).expect("there is a worker");
-    assert!(assignments.iter().all(|a| a.worker.as_str() == "worker-1"), "{assignments:?}");
+    assert_eq!(busy(&balancer), ["worker-1"]);
     assert!(balancer.sending("worker-9", 1, None).is_none());
+}
+
+#[test]
+fn a_first_transfer_that_stalls_costs_a_worker_no_work() {
+    let balancer = linked(2);
+    send(&balancer, "worker-0", 1, Duration::from_secs(10));
+    assert_eq!(busy(&balancer), ["worker-0", "worker-1"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_link_that_was_slow_is_tried_again_in_time() {
+    let balancer = linked(2);
+    send(&balancer, "worker-0", 30, Duration::from_secs(1));
+    send(&balancer, "worker-1", 100, Duration::from_millis(10));
+    assert_eq!(busy(&balancer), ["worker-1"]);
+    tokio::time::advance(10 * LinkConfig::FREE.fade).await;
+    assert_eq!(busy(&balancer), ["worker-0", "worker-1"]);
+}
+
+#[test]
+fn transfers_that_share_a_link_say_nothing_of_it() {
+    let balancer = linked(1);
+    let rate = || balancer.loads()[0].bytes_per_second;
+    let charge = || balancer.charge_time("worker-0", Duration::ZERO).expect("known");
+    let slow = Duration::from_millis(30);
+    let (first, second) = (charge(), charge());
+    for shared in [first, second] {
+        shared.sent(1_000, 10_000_000, slow);
+    }
+    let first = charge();
+    drop(charge());
+    first.sent(1_000, 10_000_000, slow);
+    assert_eq!(rate(), 1e9, "of the second one's time some was the first one's");
+    drop(first);
+    charge().sent(1_000, 10_000_000, slow);
+    assert!(rate() < 5e8, "{}", rate());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_worker_does_for_others_counts() {
+    let (balancer, told) = (fleet(per_token(), 2), Arc::new(AtomicU64::new(1_000)));
+    let ask = told.clone();
+    assert!(balancer.ask_backlog("worker-0", move || ask.load(Ordering::Relaxed)));
+    assert!(!balancer.ask_backlog("nobody", || 0));
+    let backlog = || balancer.backlog("worker-0").map(|backlog| backlog.as_micros());
+    assert_eq!(backlog(), Some(1_000));
+    assert_eq!(balancer.soonest(100, &[]), Some(Duration::from_micros(100)), "at the other one");
+    assert_eq!(balancer.soonest(100, &["worker-1".into()]), Some(Duration::from_micros(1_100)));
+    let given = balancer.assign(&[600, 500, 400]).expect("a worker");
+    let placed: Vec<_> = given.iter().map(|a| (a.segment, a.worker.as_str())).collect();
+    assert_eq!(placed, [(0, "worker-1"), (1, "worker-1"), (2, "worker-0")]);
+
+    // What it was given here is not counted twice, once it tells of that too.
+    told.store(1_400, Ordering::Relaxed);
+    assert_eq!((backlog(), balancer.others("worker-0")), (Some(1_400), Some(Duration::from_micros(1_000))));
+    told.store(400, Ordering::Relaxed);
+    assert_eq!((backlog(), balancer.others("worker-0")), (Some(400), Some(Duration::ZERO)));
+    // It is done, and what it tells is a little old.
+    drop(given);
+    assert_eq!(backlog(), Some(0));
+    tokio::time::advance(2 * SpeedConfig::default().told_delay).await;
+    assert_eq!(backlog(), Some(400), "by now somebody else's");
+}
+
+#[test]
+fn work_for_others_is_taken_for_usual_segments() {
+    let balancer = fleet(SpeedConfig { prior: Speed { linear: 1e-6, quadratic: 1e-9 }, ..per_token() }, 1);
+    drop(balancer.assign(&[1_000; 3]));
+    assert!(balancer.ask_backlog("worker-0", || 10_000));
+    // 1000 tokens take 2 ms; 10000 in one piece would take 110.
+    assert_eq!(balancer.others("worker-0"), Some(Duration::from_millis(20)));
 }

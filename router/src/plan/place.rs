@@ -145,7 +145,9 @@ impl<'a> Placer<'a> {
     pub fn place_idle(&self, job: &PrefillJob, except: &[Arc<str>]) -> Option<Placement> {
         let balancer = self.core.fleet.balancer();
         let loads = balancer.loads();
-        let idle = |id: &str| loads.iter().any(|load| load.worker.as_str() == id && load.segments == 0);
+        let idle = |id: &str| {
+            loads.iter().any(|load| load.worker.as_str() == id && load.segments == 0 && load.others.is_zero())
+        };
         let mut usable = self.directory.view.scatter.iter().zip(&self.unusable).filter(|(_, unusable)| !**unusable);
         let (worker, _) = usable.find(|(w, _)| idle(w.id()) && !except.iter().any(|id| **id == *w.id()))?;
         let charge = balancer.charge(worker.id(), rows(job));

@@ -135,11 +135,16 @@ impl Replicator {
     }
 }
 
+/// Whether entries may get more holders: that is wanted, and there is another combiner to hold them.
+pub(crate) fn may_replicate(core: &Core) -> bool {
+    core.replicator.config.enabled && core.fleet.view().combiners.iter().filter(|c| c.is_running()).nth(1).is_some()
+}
+
 /// Count the uses of a request's entries, and if one is hot and there is room in the budget, have it sent to one more
-/// combiner. Returns at once. Needs a tokio runtime.
+/// combiner. Returns at once. Needs a tokio runtime. Does nothing unless it [may](may_replicate).
 pub(crate) fn replicate(core: &Arc<Core>, jobs: &[PrefillJob], chosen: &str) {
     let replicator = &core.replicator;
-    if !replicator.config.enabled || jobs.is_empty() {
+    if jobs.is_empty() || !may_replicate(core) {
         return;
     }
     let mut hot = replicator.used(jobs.iter().map(|job| job.key));
@@ -149,10 +154,14 @@ pub(crate) fn replicate(core: &Arc<Core>, jobs: &[PrefillJob], chosen: &str) {
         hot.rotate_left(first);
         hot.truncate(LOOKS);
     }
+    if hot.is_empty() {
+        return;
+    }
+    let placer = Placer::new(core, core.fleet.directory());
     for key in hot {
         let Ok(place) = replicator.places.clone().try_acquire_owned() else { return };
         let Some(job) = jobs.iter().find(|job| job.key == key) else { continue };
-        match Errand::find(core, job, chosen) {
+        match Errand::find(core, &placer, job, chosen) {
             Finding::Errand(errand) => {
                 replicator.cool(key);
                 tokio::spawn(errand.run(core.clone(), place));
@@ -180,13 +189,12 @@ struct Errand {
     job: PrefillJob,
     source: Arc<dyn Scatter>,
     target: Arc<dyn Combine>,
-    _charge: Option<Charge>,
+    charge: Option<Charge>,
 }
 
 impl Errand {
     /// `chosen` is the combiner of the request at hand: it gets the entry anyway.
-    fn find(core: &Core, job: &PrefillJob, chosen: &str) -> Finding {
-        let placer = Placer::new(core, core.fleet.directory());
+    fn find(core: &Core, placer: &Placer<'_>, job: &PrefillJob, chosen: &str) -> Finding {
         let (directory, config) = (placer.directory(), &core.replicator.config);
         let holders = directory.holders(job.key);
         let combiners = &directory.view.combiners;
@@ -211,7 +219,7 @@ impl Errand {
             cancel: CancellationToken::new(),
             ..job.clone()
         };
-        Finding::Errand(Box::new(Errand { job, source, target, _charge: charge }))
+        Finding::Errand(Box::new(Errand { job, source, target, charge }))
     }
 
     async fn run(self, core: Arc<Core>, place: OwnedSemaphorePermit) {
@@ -228,9 +236,12 @@ impl Errand {
             Err(_) => Err(JobError::Late(source.to_owned())),
         };
         match sent {
+            Ok(outcome) if outcome.sent_bytes == 0 => debug!(%key, source, target, "a hot entry was there already"),
             Ok(outcome) => {
                 info!(%key, source, target, "a hot entry has one more holder");
-                core.fleet.balancer().sent(source, tokens, outcome.sent_bytes, began.elapsed());
+                if let Some(charge) = &self.charge {
+                    charge.sent(tokens, outcome.sent_bytes, began.elapsed());
+                }
                 metrics().replication();
                 metrics().transfer_bytes(outcome.sent_bytes);
             }

@@ -28,6 +28,10 @@ impl Remote for Member {
         self.0.takes_work()
     }
 
+    fn backlog_tokens(&self) -> u64 {
+        self.0.load().backlog_tokens
+    }
+
     fn load(&self) -> CombineLoad {
         let load = self.0.load();
         CombineLoad { waiting: load.waiting as usize, sequences: load.sequences as usize }

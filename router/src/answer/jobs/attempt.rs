@@ -2,6 +2,7 @@
 //! [`Jobs`](super::Jobs).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use hypic_telemetry::{OpenGuard, names};
 use hypic_transport::{JobError, JobOutcome, PrefillJob, TransferId};
@@ -57,7 +58,17 @@ pub(super) struct Attempt {
     pub boarded: Option<Boarded>,
     pub last_resort: bool,
     pub begun: Instant,
+    pub reckoned: Reckoned,
     pub _out: OpenGuard,
+}
+
+/// How long an attempt should take, as was thought when it began.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Reckoned {
+    /// With all that the worker has to do before.
+    pub whole: Duration,
+    /// What of that is for others.
+    pub others: Duration,
 }
 
 /// Give a job to a member, within a span of its own that the member's spans follow.

@@ -1,5 +1,7 @@
 //! Entries that are late, failed, not there, or slow.
 
+use std::sync::atomic::Ordering;
+
 use hypic_cache::EntryKey;
 use hypic_transport::{PrefillJob, SegmentBody, TransferId};
 
@@ -196,6 +198,39 @@ async fn a_worker_that_always_fails_gets_no_work_for_a_while() {
     assert_eq!(answer(2).await, ("combiner-0".to_owned(), 2), "not asked");
     tokio::time::sleep(bench.core.config.faults.breaker_cool_down).await;
     assert_eq!(answer(3).await, ("worker-0".to_owned(), 3), "it is well again");
+    bench.settled().await;
+}
+
+/// What a worker does for another router is no failure of it, unless it was known of and is not done by far.
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_is_busy_for_others_is_late_and_well() {
+    const MUCH: u64 = 100_000;
+    for (busy, runs, well) in [(MUCH, true, true), (MUCH, false, false), (0, true, false), (30, true, false)] {
+        let faults = FaultConfig { breaker_failures: 1, ..no_hedge() };
+        let bench = Bench::new(&[&[Act::Silence], &[]], 1, faults);
+        let mut client = bench.ask(ask(&[ids(1, 30)]));
+        let plan = bench.combiners[0].plan().await;
+        // It has more to do than was known when it got the job; of that, 30 tokens are the job's.
+        bench.workers[0].backlog.store(busy, Ordering::SeqCst);
+        bench.workers[0].running.store(runs, Ordering::SeqCst);
+        until(|| bench.workers[1].job_count() == 1).await;
+        assert_eq!(bench.core.breakers.allows("worker-0"), well, "{busy} tokens, runs: {runs}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        complete(&plan);
+        assert_eq!(only(&client.report().await), (SegmentSource::Computed, "worker-1"));
+        bench.settled().await;
+    }
+
+    // Now it is known before: it is waited for, and then it is late indeed.
+    let faults = FaultConfig { breaker_failures: 1, ..no_hedge() };
+    let bench = Bench::new(&[&[Act::Silence]], 1, faults);
+    bench.workers[0].backlog.store(MUCH, Ordering::SeqCst);
+    let client = bench.ask(ask(&[ids(1, 30)]));
+    let _plan = bench.combiners[0].plan().await;
+    until(|| bench.combiners[0].jobs.lock().len() == 1).await;
+    assert!(client.elapsed() > 2 * bench.core.config.faults.late_floor_unmeasured, "{:?}", client.elapsed());
+    assert!(!bench.core.breakers.allows("worker-0"));
+    drop(client);
     bench.settled().await;
 }
 

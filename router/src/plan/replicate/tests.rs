@@ -85,6 +85,17 @@ async fn an_entry_that_is_used_often_gets_one_more_holder() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn with_one_combiner_nothing_is_counted() {
+    let bench = Bench::new(&[], 2);
+    bench.combiners[1].running.store(false, Ordering::SeqCst);
+    bench.uses(3 * bench.config().uses);
+    assert!(!may_replicate(&bench.core) && bench.core.replicator.heats.lock().is_none());
+    bench.combiners[1].running.store(true, Ordering::SeqCst);
+    bench.uses(1);
+    assert!(may_replicate(&bench.core) && bench.core.replicator.heats.lock().is_some());
+}
+
+#[tokio::test(start_paused = true)]
 async fn uses_that_are_long_ago_count_no_more() {
     let bench = Bench::new(&[], 2);
     for _ in 0..5 {

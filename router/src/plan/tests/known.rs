@@ -42,6 +42,18 @@ fn what_other_routers_have_computed_is_not_computed_again() {
     assert_eq!(charged(&planned), [true, true, true, false]);
     assert!(!origins(&planned)[0].starts_with("held"), "what is gone is computed");
 
+    // Each is told of once, though it has come back before its old stay is over.
+    let again = index.member("worker-1");
+    for member in [&members[1], &again] {
+        let entries = vec![entry(&held)];
+        tell(member, 0, Update::Snapshot(v1::DirectorySnapshot { entries, ..Default::default() }));
+        tell(member, 1, Update::Begun(bytes(&cold)));
+    }
+    let directory = bench.core.fleet.directory();
+    assert_eq!((directory.holders(key(&held)).workers, directory.makers(key(&cold))), (vec![1], vec![1]));
+    again.clear();
+    members[1].clear();
+
     // A maker that takes no work is not joined.
     drop(planned);
     tell(&members[2], 3, Update::Begun(bytes(&made)));
@@ -59,9 +71,13 @@ fn transfers_that_were_seen_decide_between_sending_and_computing() {
     let origin = || origins(&bench.plan(&settings(Mode::Hypic), &[&ids(900, 2), &held], &[1]))[0].clone();
     assert_eq!(origin(), "held worker-0");
     let balancer = bench.core.fleet.balancer();
-    balancer.sent("worker-1", 200, 1 << 20, Duration::from_millis(1));
-    balancer.sent("worker-0", 200, 1 << 20, Duration::from_secs(1));
+    let send = |worker: &str, times: usize, takes: Duration| {
+        let charge = || balancer.charge_time(worker, Duration::ZERO).expect("known");
+        (0..times).for_each(|_| charge().sent(200, 1 << 20, takes));
+    };
+    send("worker-1", 1, Duration::from_millis(1));
+    send("worker-0", 20, Duration::from_secs(1));
     assert_eq!(origin(), "worker-1");
-    (0..100).for_each(|_| balancer.sent("worker-0", 200, 1 << 20, Duration::from_millis(1)));
+    send("worker-0", 100, Duration::from_millis(1));
     assert_eq!(origin(), "held worker-0");
 }
