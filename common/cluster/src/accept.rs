@@ -1,6 +1,6 @@
 //! Accepting connections and serving HTTP over them, for the internal server and the public one. Owns every connection
-//! from its first byte on: how long it may say nothing, its TLS, its windows and pings, and its end. One that goes wrong
-//! ends alone; a failure to accept is waited out.
+//! from its first byte on: how long it may say nothing, its TLS, its windows and pings, and its end. One that goes
+//! wrong ends alone, be it by a panic, which is logged; a failure to accept is waited out.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,9 +11,9 @@ use axum::Router;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -24,7 +24,7 @@ use crate::tls::Tls;
 pub struct AcceptConfig {
     /// Whether HTTP/1 is spoken beside HTTP/2.
     pub http1: bool,
-    /// Time for a connection's first bytes, for TLS, and for a request's header over HTTP/1.
+    /// Time for TLS and a connection's first bytes behind it, and for a request's header over HTTP/1.
     pub greeting: Duration,
     /// HTTP/2 flow-control window of a stream, in bytes.
     pub stream_window: u32,
@@ -40,7 +40,7 @@ pub struct AcceptConfig {
     pub ping_interval: Duration,
     /// An unanswered ping ends an HTTP/2 connection after so long.
     pub ping_timeout: Duration,
-    /// After a failure to accept, most likely for want of file descriptors, some connections are given this time to end.
+    /// After a failure to accept, most likely for want of file descriptors, some connections get this time to end.
     pub after_failure: Duration,
 }
 
@@ -85,7 +85,7 @@ pub async fn accept(
         tokio::select! {
             biased;
             () = serving.shutdown.cancelled() => return open,
-            Some(_) = open.join_next(), if !open.is_empty() => {}
+            Some(ended) = open.join_next(), if !open.is_empty() => note_end(ended),
             accepted = listener.accept() => match accepted {
                 Ok((stream, caller)) => {
                     open.spawn(serving.clone().connection(stream, caller));
@@ -96,6 +96,15 @@ pub async fn accept(
                 }
             },
         }
+    }
+}
+
+/// A connection has ended. One that went wrong has said so itself, unless it panicked.
+pub(crate) fn note_end(ended: Result<(), JoinError>) {
+    if let Err(error) = ended
+        && error.is_panic()
+    {
+        tracing::error!(%error, "a connection ended with a panic");
     }
 }
 
@@ -136,7 +145,12 @@ impl Serving {
     async fn begin(&self, stream: TcpStream) -> io::Result<Begun> {
         match &self.tls {
             None => greeted(&stream).await.map(|()| Begun::Plain(stream)),
-            Some(tls) => tls.acceptor().accept(stream).await.map(|stream| Begun::Secured(Box::new(stream))),
+            Some(tls) => {
+                let mut stream = tls.acceptor().accept(stream).await?;
+                // The handshake alone asks for nothing: the first bytes are waited for, and stay there to be read.
+                stream.fill_buf().await?;
+                Ok(Begun::Secured(Box::new(stream)))
+            }
         }
     }
 

@@ -170,6 +170,7 @@ impl Entry {
 
     /// The member has loaded its model, and fits.
     pub(crate) fn loaded(&self, record: MemberRecord) {
+        debug_assert!(record.fingerprint.is_some(), "{record:?}");
         if self.peer.whole.set(record).is_ok() {
             self.board.touch();
         }

@@ -1,5 +1,6 @@
-//! Making connections. Owns the settings of HTTP/2 that both ends share and the dialling of an address, in plain text or
-//! with mutual TLS. A connection that was made and broke stays broken: whoever dials again must ask again who answers.
+//! Making connections. Owns the settings of HTTP/2 that both ends share and the dialling of an address, in plain text
+//! or with mutual TLS. A connection that was made and broke stays broken: whoever dials again must ask again who
+//! answers.
 
 use std::future::Future;
 use std::io;

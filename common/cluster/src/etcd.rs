@@ -1,96 +1,25 @@
-//! Membership kept by etcd. Owns this process's record there, under a lease that is kept alive on a thread of its own so
-//! that busy threads do not let it lapse, and the view of all records. etcd may be away, forget the lease, or compact
-//! what was not seen yet: the record is entered again under the same id, the list is read again, and until then the last
-//! view serves.
+//! Membership kept by etcd. Owns this process's record there, under a lease that is kept alive on a thread of its own
+//! so that busy threads do not let it lapse, and the view of all records. etcd may be away, forget the lease, or
+//! compact what was not seen yet: the record is entered again under the same id, the list is read again, and until then
+//! the last view serves. Everything is said in plain text, credentials too.
+
+mod config;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use etcd_client::{Client, ConnectOptions, EventType, GetOptions, PutOptions, WatchOptions};
-use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::backoff::{Backoff, BackoffConfig};
+use crate::backoff::Backoff;
 use crate::dialer::causes;
 use crate::membership::{MembershipError, Target, View};
 use crate::record::MemberRecord;
-
-/// How etcd is reached and used.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct EtcdConfig {
-    /// HOST:PORT of its members.
-    pub endpoints: Vec<String>,
-    /// Where the records are; ends with `/`.
-    pub prefix: String,
-    /// A member that says nothing for so long is taken off the list; whole seconds.
-    #[serde(with = "humantime_serde")]
-    pub lease_ttl: Duration,
-    /// Time for etcd to answer a request.
-    #[serde(with = "humantime_serde")]
-    pub request_timeout: Duration,
-    /// Waits between attempts to reach it.
-    pub reconnect: BackoffConfig,
-    /// Who to be there; `None` if it asks for nobody.
-    pub credentials: Option<EtcdCredentials>,
-}
-
-impl Default for EtcdConfig {
-    fn default() -> Self {
-        EtcdConfig {
-            endpoints: Vec::new(),
-            prefix: "/hypic/members/".to_owned(),
-            lease_ttl: Duration::from_secs(5),
-            request_timeout: Duration::from_secs(2),
-            reconnect: BackoffConfig::default(),
-            credentials: None,
-        }
-    }
-}
-
-/// A user of etcd. The password is neither printed nor written out.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct EtcdCredentials {
-    /// Its name.
-    pub user: String,
-    /// Its password.
-    #[serde(skip_serializing)]
-    pub password: String,
-}
-
-impl fmt::Debug for EtcdCredentials {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EtcdCredentials").field("user", &self.user).finish_non_exhaustive()
-    }
-}
-
-impl EtcdConfig {
-    fn check(&self) -> Result<(), MembershipError> {
-        let refuse = |text: String| Err(MembershipError::Etcd(text));
-        if self.endpoints.is_empty() {
-            return refuse("no endpoints: name at least one HOST:PORT".to_owned());
-        }
-        for endpoint in &self.endpoints {
-            let port = endpoint.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port);
-            if port.is_none_or(|port| port.parse::<u16>().is_err()) || endpoint.contains('/') {
-                return refuse(format!("endpoint `{endpoint}` is not HOST:PORT"));
-            }
-        }
-        if self.prefix.len() < 2 || !self.prefix.ends_with('/') {
-            return refuse(format!("prefix `{}` must name something and end with `/`", self.prefix));
-        }
-        if self.lease_ttl < Duration::from_secs(1) || self.lease_ttl.subsec_nanos() != 0 {
-            return refuse(format!("lease_ttl {:?} must be whole seconds, at least 1s", self.lease_ttl));
-        }
-        Ok(())
-    }
-}
+pub use config::{EtcdConfig, EtcdCredentials};
 
 /// The membership that etcd keeps. Dropping it lets this process's lease lapse.
 #[derive(Debug)]
@@ -163,7 +92,7 @@ impl EtcdMembership {
     pub(crate) async fn leave(&self) {
         self.shared.leaving.cancel();
         // Connecting, deleting and revoking have a request's time each.
-        if timeout(3 * self.request_timeout, self.shared.left.cancelled()).await.is_err() {
+        if timeout(self.request_timeout.saturating_mul(3), self.shared.left.cancelled()).await.is_err() {
             tracing::warn!("etcd does not answer: the record goes when its lease lapses");
         }
     }
@@ -292,7 +221,8 @@ impl Session {
         let mut backoff = Backoff::new(self.config.reconnect.clone());
         loop {
             if let Err(trouble) = self.follow(&mut backoff).await {
-                tracing::warn!(error = %trouble, members = self.shared.view.borrow().len(), "etcd lost, the last view serves");
+                let members = self.shared.view.borrow().len();
+                tracing::warn!(error = %trouble, members, "etcd lost, the last view serves");
             }
             sleep(backoff.next_wait()).await;
         }
@@ -374,25 +304,6 @@ impl Members {
 mod tests {
     use super::*;
     use crate::record::{Protocols, Role};
-
-    #[test]
-    fn configurations_that_cannot_work_are_refused() {
-        let good = EtcdConfig { endpoints: vec!["127.0.0.1:2379".into()], ..EtcdConfig::default() };
-        good.check().expect("works");
-        let refused = |change: fn(&mut EtcdConfig)| {
-            let mut config = good.clone();
-            change(&mut config);
-            config.check().expect_err("refused").to_string()
-        };
-        assert!(refused(|c| c.endpoints.clear()).contains("endpoints"));
-        assert!(refused(|c| c.endpoints[0] = "http://h:1".into()).contains("http://h:1"));
-        assert!(refused(|c| c.endpoints[0] = "h".into()).contains("`h`"));
-        assert!(refused(|c| c.prefix = "/members".into()).contains("/members"));
-        assert!(refused(|c| c.prefix = "/".into()).contains("prefix"));
-        assert!(refused(|c| c.lease_ttl = Duration::from_millis(500)).contains("lease_ttl"));
-        let secret = EtcdCredentials { user: "me".into(), password: "hush".into() };
-        assert!(!format!("{secret:?}").contains("hush"));
-    }
 
     #[test]
     fn records_that_make_no_sense_are_left_out() {

@@ -83,8 +83,8 @@ impl Mismatch {
 }
 
 impl Expected {
-    /// The first difference to `record`; `None`: the member may be used. Of one that still loads its model, what depends
-    /// on the model is not known yet and no difference.
+    /// The first difference to `record`; `None`: the member may be used. Of one that still loads its model, what
+    /// depends on the model is not known yet and no difference.
     pub fn mismatch(&self, record: &MemberRecord) -> Option<Mismatch> {
         record.fingerprint.and_then(|theirs| self.another_model(theirs, record)).or_else(|| self.another_build(record))
     }

@@ -1,6 +1,6 @@
 //! How the processes of a cluster find and reach each other. Owns who is a member ([`Membership`]), the connections to
-//! them ([`Peers`]), how connections are made, secured and served ([`Dialer`], [`Tls`], [`accept`], [`serve_internal`]), and what a
-//! member says about itself ([`NodeService`]).
+//! them ([`Peers`]), how connections are made, secured and served ([`Dialer`], [`Tls`], [`accept`],
+//! [`serve_internal`]), and what a member says about itself ([`NodeService`]).
 //!
 //! Everything here expects the other side to die, hang, come back as somebody else or lie about what it serves: a
 //! connection ends, its [`Peer`] is told through [`Peer::down`], and dialling goes on. Nothing here retries a request.

@@ -90,8 +90,8 @@ impl Membership {
         Membership::Static(watch::Sender::new(members.into_iter().map(target).collect()))
     }
 
-    /// The members that etcd keeps; `own` is entered there until [`leave`](Self::leave), `None` only watches. Returns at
-    /// once: etcd may be away.
+    /// The members that etcd keeps; `own` is entered there until [`leave`](Self::leave), `None` only watches. Returns
+    /// at once: etcd may be away.
     ///
     /// # Errors
     /// If the configuration cannot work, or there is no thread to be had.

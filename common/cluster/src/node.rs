@@ -79,8 +79,9 @@ impl fmt::Debug for NodeStatus {
 }
 
 impl NodeStatus {
-    /// A member that is loading; what its record does not say yet follows with [`loaded`](Self::loaded). `load` is asked at every heartbeat and must not block. `closed` ends all heartbeats:
-    /// others then take the member for dead, so cancel it when its work is done, together with the server's shutdown.
+    /// A member that is loading; what its record does not say yet follows with [`loaded`](Self::loaded). `load` is
+    /// asked at every heartbeat and must not block. `closed` ends all heartbeats: others then take the member for dead,
+    /// so cancel it when its work is done, together with the server's shutdown.
     pub fn new(
         record: MemberRecord,
         load: Arc<dyn Fn() -> NodeLoad + Send + Sync>,

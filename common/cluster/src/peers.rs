@@ -59,8 +59,8 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Dial the members of `view`, now and as it changes. Members that differ from `expected` are not used. Needs a tokio
-    /// runtime.
+    /// Dial the members of `view`, now and as it changes. Members that differ from `expected` are not used. Needs a
+    /// tokio runtime.
     pub fn start(
         config: PeersConfig,
         caller: Caller,

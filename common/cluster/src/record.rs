@@ -188,8 +188,8 @@ pub struct MemberRecord {
     pub role: Role,
     /// Where its internal services are reached: HOST:PORT, best first.
     pub addresses: Vec<String>,
-    /// blake3 over the model's configuration and tensors; `None` while the model is being loaded, and what else depends on
-    /// the model is empty then.
+    /// blake3 over the model's configuration and tensors; `None` while the model is being loaded, and what else depends
+    /// on the model is empty then.
     pub fingerprint: Option<[u8; 32]>,
     /// Dtype in which it computes: `f32` or `bf16`.
     pub dtype: String,

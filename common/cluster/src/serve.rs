@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
-use crate::accept::{AcceptConfig, accept};
+use crate::accept::{AcceptConfig, accept, note_end};
 use crate::dialer::ConnectionConfig;
 use crate::tls::Tls;
 
@@ -48,7 +48,8 @@ impl ServerConfig {
 )]
 pub struct ExposureError(pub SocketAddr);
 
-/// Whether internal services may listen on `address`: with TLS anywhere, without it on loopback only, unless `insecure`.
+/// Whether internal services may listen on `address`: with TLS anywhere, without it on loopback only, unless
+/// `insecure`.
 ///
 /// # Errors
 /// If they may not.
@@ -60,8 +61,8 @@ pub fn check_exposure(address: SocketAddr, has_tls: bool, insecure: bool) -> Res
 }
 
 /// Serve `routes` on `listener` until `shutdown`; then no new connections or calls, running calls may finish within
-/// `grace`, and what is left is cut. Heartbeats must end by themselves (see [`NodeStatus::new`](crate::NodeStatus::new)),
-/// or they use up the grace.
+/// `grace`, and what is left is cut. Heartbeats must end by themselves (see
+/// [`NodeStatus::new`](crate::NodeStatus::new)), or they use up the grace.
 pub async fn serve_internal(
     listener: TcpListener,
     tls: Option<Tls>,
@@ -72,7 +73,11 @@ pub async fn serve_internal(
 ) {
     let routes = routes.prepare().into_axum_router();
     let mut open = accept(listener, tls, routes, config.accept(), shutdown).await;
-    let finished = async { while open.join_next().await.is_some() {} };
+    let finished = async {
+        while let Some(ended) = open.join_next().await {
+            note_end(ended);
+        }
+    };
     if timeout(grace, finished).await.is_err() {
         tracing::warn!(grace_s = grace.as_secs_f64(), connections = open.len(), "internal connections are cut");
     }

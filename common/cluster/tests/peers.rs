@@ -2,14 +2,25 @@
 
 mod support;
 
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use hypic_cluster::{ConnectionConfig, Dialer, Field, MemberRecord, Membership, NodeState, Role, Target, View};
-use support::{Member, peers, until};
+use futures::{Stream, StreamExt, stream};
+use hypic_cluster::{
+    BackoffConfig, Caller, ConnectionConfig, Dialer, Field, MemberId, MemberRecord, Membership, NodeState, Peers,
+    PeersConfig, Role, ServerConfig, Target, View, serve_internal,
+};
+use hypic_proto::v1;
+use hypic_proto::v1::node_server::{Node, NodeServer};
+use support::{Member, expected, peers, record, until};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status};
 
 const FREE: &str = "127.0.0.1:0";
 
@@ -73,6 +84,81 @@ async fn one_that_loads_is_listed_and_used_once_it_has_loaded_what_fits() {
     until("the other one is refused", || peers.live().borrow().len() == 1).await;
     until("and counted", || peers.mismatches().get(Field::Fingerprint) == 1).await;
     assert!(!peer.down().is_cancelled(), "over the same connection");
+}
+
+/// A member that loads, with heartbeats as they are written down here; the last one is repeated.
+struct Scripted {
+    record: MemberRecord,
+    beats: Vec<v1::Heartbeat>,
+    greeted: Arc<AtomicUsize>,
+}
+
+impl Scripted {
+    /// Records of a member with the address that it gets, and its heartbeats.
+    async fn start(records: impl FnOnce(&MemberRecord) -> Vec<Option<v1::MemberRecord>>) -> (String, Arc<AtomicUsize>) {
+        let listener = TcpListener::bind(FREE).await.expect("binds");
+        let address = listener.local_addr().expect("has an address").to_string();
+        let record = MemberRecord { fingerprint: None, ..record(Role::Combiner, &address) };
+        let beat = |told| v1::Heartbeat {
+            id: record.id.as_str().to_owned(),
+            state: v1::MemberState::Serving.into(),
+            record: told,
+            ..Default::default()
+        };
+        let beats = records(&record).into_iter().map(beat).collect();
+        let greeted = Arc::new(AtomicUsize::new(0));
+        let routes = Routes::new(NodeServer::new(Scripted { record, beats, greeted: greeted.clone() }));
+        let grace = Duration::from_secs(1);
+        let (config, forever) = (ServerConfig::default(), CancellationToken::new());
+        tokio::spawn(serve_internal(listener, None, routes, config, forever, grace));
+        (address, greeted)
+    }
+}
+
+#[tonic::async_trait]
+impl Node for Scripted {
+    async fn hello(&self, _: Request<v1::HelloRequest>) -> Result<Response<v1::HelloResponse>, Status> {
+        self.greeted.fetch_add(1, Ordering::SeqCst);
+        Ok(Response::new(v1::HelloResponse { record: Some((&self.record).into()), protocol: 1 }))
+    }
+
+    type BeatStream = Pin<Box<dyn Stream<Item = Result<v1::Heartbeat, Status>> + Send>>;
+
+    async fn beat(&self, _: Request<v1::BeatRequest>) -> Result<Response<Self::BeatStream>, Status> {
+        let last = self.beats.last().cloned().expect("heartbeats");
+        let on = stream::repeat(last).then(|beat| async move {
+            sleep(Duration::from_millis(100)).await;
+            beat
+        });
+        Ok(Response::new(Box::pin(stream::iter(self.beats.clone()).chain(on).map(Ok))))
+    }
+}
+
+#[tokio::test]
+async fn a_record_that_says_nothing_new_does_not_stand_in_the_way_of_the_whole_one() {
+    let (address, _) = Scripted::start(|loading| {
+        let whole = MemberRecord { fingerprint: Some([7; 32]), ..loading.clone() };
+        vec![None, Some(loading.into()), Some((&whole).into())]
+    })
+    .await;
+    let peers = peers(plain(), Membership::fixed(vec![(Role::Combiner, address)]).view());
+    until("it takes work", || peers.live().borrow().iter().any(|peer| peer.takes_work())).await;
+}
+
+#[tokio::test]
+async fn a_member_with_a_malformed_record_is_dialled_less_and_less_often() {
+    let malformed = |loading: &MemberRecord| v1::MemberRecord { role: 77, ..loading.into() };
+    let (address, greeted) = Scripted::start(|loading| vec![None, Some(malformed(loading))]).await;
+    let caller = Caller { id: MemberId::random(Role::Router), role: Role::Router, dials: vec![Role::Combiner] };
+    let reconnect = BackoffConfig { initial: Duration::from_millis(1), max: Duration::from_secs(60) };
+    let config = PeersConfig { keep_alive: Duration::from_secs(2), reconnect };
+    let view = Membership::fixed(vec![(Role::Combiner, address)]).view();
+    let _peers = Peers::start(config, caller, expected(), plain(), view);
+    until("it is asked again", || greeted.load(Ordering::SeqCst) > 1).await;
+    sleep(Duration::from_secs(1)).await;
+    // Waits that double from 1 ms on leave room for a dozen attempts or so, waits of 1 ms for hundreds.
+    let attempts = greeted.load(Ordering::SeqCst);
+    assert!(attempts < 40, "{attempts} attempts");
 }
 
 #[tokio::test]

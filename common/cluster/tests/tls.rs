@@ -4,11 +4,18 @@ mod support;
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use hypic_cluster::{ConnectionConfig, Dialer, Membership, Role, Tls, TlsConfig, TlsError};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
 use support::{Member, peers, until};
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 
 struct Authority(Issuer<'static, KeyPair>, String);
 
@@ -63,6 +70,33 @@ async fn members_of_one_authority_reach_each_other_and_nobody_else() {
     let dialer = Dialer::new(ConnectionConfig::default(), Some(client));
     let peers = peers(dialer, Membership::fixed(vec![(Role::Combiner, member.address.to_string())]).view());
     until("the member is up over tls", || peers.find(member.id().as_str()).is_some()).await;
+}
+
+#[tokio::test]
+async fn a_caller_that_says_nothing_behind_its_handshake_is_hung_up_on() {
+    let folders = [(); 2].map(|()| tempfile::tempdir().expect("a folder"));
+    let authority = Authority::new();
+    let server = Tls::load(authority.issue(folders[0].path(), "hypic")).expect("loads");
+    let member = Member::start("127.0.0.1:0", Some(server), |_| {}).await;
+    let files = authority.issue(folders[1].path(), "hypic");
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(&files.ca).expect("a certificate")).expect("a root");
+    let cert = CertificateDer::from_pem_file(&files.cert).expect("a certificate");
+    let key = PrivateKeyDer::from_pem_file(&files.key).expect("a key");
+    let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("versions")
+        .with_root_certificates(roots)
+        .with_client_auth_cert(vec![cert], key)
+        .expect("a certificate and its key");
+    let connector = tokio_rustls::TlsConnector::from(Arc::new(config));
+    let stream = TcpStream::connect(member.address).await.expect("it listens");
+    let mut stream = connector.connect(ServerName::try_from("hypic").expect("a name"), stream).await.expect("TLS");
+    let limit = 5 * ConnectionConfig::default().connect_timeout;
+    let mut heard = Vec::new();
+    // An end without a farewell is an error.
+    let _ = timeout(limit, stream.read_to_end(&mut heard)).await.expect("hangs up");
+    assert!(heard.is_empty(), "it speaks though it was not spoken to: {heard:?}");
 }
 
 #[tokio::test]

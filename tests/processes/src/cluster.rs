@@ -25,6 +25,8 @@ pub struct Options {
     pub etcd: bool,
     /// Memory of each worker and combiner for entries and prefix states, such as `1MiB`; none: the default.
     pub cache: Option<String>,
+    /// Whether routers have hot entries copied: work that shows in the gauges though nobody asks.
+    pub replicate: bool,
     /// Further arguments.
     pub arguments: Vec<String>,
     /// Further variables of the environment.
@@ -43,11 +45,19 @@ impl Default for Options {
             routers: 1,
             etcd: false,
             cache: None,
+            replicate: false,
             arguments: Vec::new(),
             environment: Vec::new(),
             hosts: Vec::new(),
             endpoint: None,
         }
+    }
+}
+
+impl Options {
+    /// Arguments of all roles that come from the fields here.
+    pub(crate) fn settings(&self) -> [String; 2] {
+        ["--set".to_string(), format!("router.replicate.enabled={}", self.replicate)]
     }
 }
 
@@ -123,6 +133,7 @@ impl Cluster {
         if options.etcd {
             arguments.push("--etcd".to_string());
         }
+        arguments.extend(options.settings());
         let mut environment = options.environment.clone();
         environment.extend(options.cache.iter().map(|size| ("HYPIC__CACHE__BYTES".to_string(), size.clone())));
         arguments.extend(options.arguments.iter().cloned());

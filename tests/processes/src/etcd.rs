@@ -69,8 +69,12 @@ impl Etcd {
         Client::connect([endpoint], Some(options)).await.ok()
     }
 
+    async fn reach(&self) -> Option<Client> {
+        Etcd::connect(&self.endpoint, self.user.as_ref()).await
+    }
+
     async fn client(&self) -> Client {
-        Etcd::connect(&self.endpoint, self.user.as_ref()).await.expect("etcd answers")
+        self.reach().await.expect("etcd answers")
     }
 
     /// From now on, only `user` may read and write where members stand, and a root of the same password everything.
@@ -91,17 +95,23 @@ impl Etcd {
         self.user = Some(("root".to_string(), password.to_string()));
     }
 
-    /// Ids of the members that stand in it, with their leases.
-    ///
-    /// # Panics
-    /// If it does not answer.
-    pub async fn members(&self) -> Vec<(String, i64)> {
-        let found = self.client().await.get(PREFIX, Some(GetOptions::new().with_prefix())).await.expect("etcd answers");
+    /// Ids of the members that stand in it, with their leases; `None` if it does not answer.
+    pub async fn members(&self) -> Option<Vec<(String, i64)>> {
+        let found = self.reach().await?.get(PREFIX, Some(GetOptions::new().with_prefix())).await.ok()?;
         let member = |pair: &KeyValue| {
             let key = String::from_utf8_lossy(pair.key()).into_owned();
             (key.trim_start_matches(PREFIX).to_string(), pair.lease())
         };
-        found.kvs().iter().map(member).collect()
+        Some(found.kvs().iter().map(member).collect())
+    }
+
+    /// As [`members`](Self::members), once they are so many.
+    ///
+    /// # Panics
+    /// If they are not in time.
+    pub async fn wait_for_members(&self, count: usize) -> Vec<(String, i64)> {
+        let all = async || self.members().await.filter(|members| members.len() == count);
+        until(START, &format!("{count} members stand in etcd"), all).await
     }
 
     /// Take a lease away.

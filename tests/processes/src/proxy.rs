@@ -1,5 +1,6 @@
-//! A faulty network: forwards TCP connections from an address of its own to another one, with a fault per direction that
-//! can be switched while they run. What can go wrong: a fault that never met a byte proves nothing; compare the counts.
+//! A faulty network: forwards TCP connections from an address of its own to another one, with a fault per direction
+//! that can be switched while they run. What can go wrong: a fault that never met a byte proves nothing; compare the
+//! counts.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ pub enum Fault {
     None,
     /// Every piece waits that long.
     Delay(Duration),
-    /// They wait until another fault is set.
+    /// They wait until another fault is set, however many come.
     Hold,
     /// They vanish.
     Drop,
@@ -151,21 +152,45 @@ async fn pump(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, way: &Way) -> Res
             return to.shutdown().await.map_err(|_| Reset);
         }
         way.received.fetch_add(read as u64, Ordering::SeqCst);
-        if *fault.borrow() == Fault::Hold {
-            fault.wait_for(|fault| *fault != Fault::Hold).await.map_err(|_| Reset)?;
-        }
+        let mut piece = buffer[..read].to_vec();
+        let broken = hold(&mut from, &mut piece, &mut fault, way).await?;
         let delay = match *fault.borrow() {
             Fault::Delay(delay) => delay,
             _ => Duration::ZERO,
         };
         tokio::time::sleep(delay).await;
-        let outcome = apply(&way.fault, &mut buffer[..read]);
+        let outcome = apply(&way.fault, &mut piece);
         for _ in 0..outcome.times {
-            to.write_all(&buffer[..outcome.bytes]).await.map_err(|_| Reset)?;
+            to.write_all(&piece[..outcome.bytes]).await.map_err(|_| Reset)?;
             way.sent.fetch_add(outcome.bytes as u64, Ordering::SeqCst);
         }
-        if outcome.reset {
+        if outcome.reset || broken {
             return Err(Reset);
+        }
+    }
+}
+
+/// While bytes are held, take in what else comes, so that it counts, and hold it with `piece`. An end is held
+/// too; tells whether it was none in order.
+async fn hold(
+    from: &mut OwnedReadHalf,
+    piece: &mut Vec<u8>,
+    fault: &mut watch::Receiver<Fault>,
+    way: &Way,
+) -> Result<bool, Reset> {
+    let (mut buffer, mut ended, mut broken) = (vec![0; CHUNK], false, false);
+    loop {
+        tokio::select! {
+            biased;
+            released = fault.wait_for(|fault| *fault != Fault::Hold) => {
+                return released.map(|_| broken).map_err(|_| Reset);
+            }
+            read = from.read(&mut buffer), if !ended => {
+                let bytes = *read.as_ref().unwrap_or(&0);
+                (ended, broken) = (bytes == 0, read.is_err());
+                way.received.fetch_add(bytes as u64, Ordering::SeqCst);
+                piece.extend_from_slice(&buffer[..bytes]);
+            }
         }
     }
 }

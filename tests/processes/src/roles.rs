@@ -1,6 +1,7 @@
-//! A cluster whose roles are started one by one with static lists, so that a [`Proxy`] stands on every way between them:
-//! from the routers to each worker and combiner, and from the workers to each combiner. A role that has ended can be
-//! started anew at its address. With an etcd of the test's the roles find each other, and there are no proxies.
+//! A cluster whose roles are started one by one with static lists, so that a [`Proxy`] stands on every way between
+//! them: from the first router to each worker and combiner, and from the workers to each combiner. Further routers have
+//! ways of their own, which nothing disturbs. A role that has ended can be started anew at its address. With an etcd of
+//! the test's the roles find each other, and there are no proxies.
 //!
 //! What can go wrong: a role that is not ready in time; the logs of all roles are printed then.
 
@@ -27,9 +28,9 @@ pub struct Roles {
     pub workers: Vec<Member>,
     /// Combiners.
     pub combiners: Vec<Member>,
-    /// From the routers to worker i.
+    /// From the first router to worker i.
     pub to_workers: Vec<Proxy>,
-    /// From the routers to combiner i.
+    /// From the first router to combiner i.
     pub to_combiners: Vec<Proxy>,
     /// From all workers to combiner i: the way of the parts.
     pub parts: Vec<Proxy>,
@@ -99,10 +100,13 @@ impl Roles {
             }
             roles.workers.push(member);
         }
-        let mut all = list("combiner", &roles.to_combiners);
-        all.extend(list("scatter-worker", &roles.to_workers));
-        for _ in 0..roles.options.routers {
-            let member = roles.role("router", FREE, &all, None).await;
+        let mut through = list("combiner", &roles.to_combiners);
+        through.extend(list("scatter-worker", &roles.to_workers));
+        let members = roles.members().filter(|_| proxied);
+        let direct: Vec<String> = members.map(|member| format!("{}={}", member.role, member.address)).collect();
+        for i in 0..roles.options.routers {
+            let known = if i == 0 { &through } else { &direct };
+            let member = roles.role("router", FREE, known, None).await;
             roles.routers.push(member);
         }
         roles
@@ -126,6 +130,7 @@ impl Roles {
         if role != "router" {
             arguments.extend(self.options.cache.iter().flat_map(|size| ["--cache-bytes".to_string(), size.clone()]));
         }
+        arguments.extend(self.options.settings());
         arguments.extend(self.options.arguments.iter().cloned());
         self.launch(role, listen, arguments).await
     }

@@ -1,4 +1,5 @@
-//! Members that are killed or stopped while they are needed: the client gets its right answer, or an error that says so.
+//! Members that are killed or stopped while they are needed: the client gets its right answer, or an error that says
+//! so.
 
 use std::time::Duration;
 

@@ -1,11 +1,12 @@
 //! Every role killed and stopped, and every client gone, in every phase of a request. The phases are reached by holding
-//! bytes between the roles, or by looking at what the members export.
+//! bytes between the roles and by looking at what the members export; what is held keeps the request from ending before
+//! the looks are done.
 
 use std::time::Duration;
 
 use hypic_process_tests::{
-    Answer, Direction, Failure, Fault, Member, Options, Request, Roles, Signal, ask, open, scrape, status, tokens,
-    until,
+    Answer, Direction, Failure, Fault, Member, Options, Proxy, Request, Roles, Signal, ask, open, scrape, status,
+    tokens, until,
 };
 use serde_json::json;
 use tokio::task::JoinHandle;
@@ -21,13 +22,13 @@ const SOME_TEXT: usize = 50;
 enum Phase {
     /// Planned; nothing has reached a member.
     Dispatch,
-    /// A worker computes a segment.
+    /// A worker computes a segment; what is ready is held.
     Computing,
     /// Parts are on their way, and held.
     Transfer,
     /// All entries are there; the combiner computes the prompt's own rows.
     Composing,
-    /// The answer is being told.
+    /// The answer is being told; the rest of it is held.
     Decoding,
     /// The member that is going to be lost was told to end.
     Draining,
@@ -79,6 +80,39 @@ async fn gauge(member: &Member, name: &str, label: &str) -> f64 {
     scrape(&member.metrics).await.and_then(|samples| samples.sum(name, label)).unwrap_or_default()
 }
 
+/// A worker that has computed, or still computes, for a request whose parts are held.
+async fn computing(roles: &Roles) -> Member {
+    let found = async || {
+        for member in &roles.workers {
+            let samples = scrape(&member.metrics).await?;
+            let some = |name: &str, label: &str| samples.sum(name, label) > Some(0.0);
+            // One that was quicker than this look still has its parts.
+            let done = some("hypic_deliveries_open", "") && !some("hypic_jobs", "");
+            if some("hypic_jobs", "computing") || done {
+                return Some(member.clone());
+            }
+        }
+        None
+    };
+    until(SOON, "a worker computes", found).await
+}
+
+/// The combiner that has all entries of a request and still computes, where it held `before` entries.
+async fn composing(roles: &Roles, before: &[f64]) -> Member {
+    let found = async || {
+        for (member, before) in roles.combiners.iter().zip(before) {
+            let samples = scrape(&member.metrics).await?;
+            let arrived = samples.sum("hypic_cache_entries", "") > Some(*before)
+                && samples.sum("hypic_cache_flights", "") == Some(0.0);
+            if arrived && samples.sum("hypic_sequences", "prefilling") > Some(0.0) {
+                return Some(member.clone());
+            }
+        }
+        None
+    };
+    until(SOON, "a combiner composes", found).await
+}
+
 /// The first of `members` whose gauge is not zero.
 async fn first_with(members: &[Member], name: &str, label: &str) -> Member {
     let found = async || {
@@ -102,24 +136,34 @@ struct Held {
 async fn reach(roles: &Roles, phase: Phase, salt: &str) -> Held {
     let request = request(phase, salt);
     let orders = || roles.to_workers.iter().chain(&roles.to_combiners);
-    let received = |proxies: &[hypic_process_tests::Proxy]| -> Vec<u64> {
-        proxies.iter().map(|proxy| proxy.received(Direction::Forth)).collect()
-    };
-    let before = (received(&roles.to_combiners), received(&roles.parts), received(&roles.to_workers));
-    let grown = |proxies: &[hypic_process_tests::Proxy], before: &[u64], by: u64| {
+    let received =
+        |proxies: &[Proxy], direction| -> Vec<u64> { proxies.iter().map(|proxy| proxy.received(direction)).collect() };
+    let forth = |proxies: &[Proxy]| received(proxies, Direction::Forth);
+    let before = (forth(&roles.to_combiners), forth(&roles.parts), forth(&roles.to_workers));
+    let grown = |proxies: &[Proxy], before: &[u64], by: u64| {
         (0..proxies.len()).find(|&i| proxies[i].received(Direction::Forth) > before[i] + by)
     };
+    let mut entries = Vec::new();
+    for combiner in &roles.combiners {
+        entries.push(gauge(combiner, "hypic_cache_entries", "").await);
+    }
     match phase {
         Phase::Dispatch => orders().for_each(|proxy| proxy.set(Direction::Forth, Fault::Hold)),
-        Phase::Transfer => roles.parts.iter().for_each(|proxy| proxy.set(Direction::Forth, Fault::Hold)),
+        Phase::Computing | Phase::Transfer => {
+            roles.parts.iter().for_each(|proxy| proxy.set(Direction::Forth, Fault::Hold));
+        }
         _ => {}
     }
     if matches!(phase, Phase::Decoding | Phase::Draining) {
         let (begun, told) = tokio::sync::oneshot::channel();
+        let before = received(&roles.to_combiners, Direction::Back);
         let under_way = streamed(roles.base(), request, begun);
         told.await.expect("text");
-        let combiner = first_with(&roles.combiners, "hypic_sequences", "").await;
-        return Held { under_way, worker: roles.workers[0].clone(), combiner };
+        // The other one has said that it lives, and no more.
+        let said = |i: &usize| roles.to_combiners[*i].received(Direction::Back) - before[*i];
+        let i = (0..roles.combiners.len()).max_by_key(said).expect("combiners");
+        roles.to_combiners[i].set(Direction::Back, Fault::Hold);
+        return Held { under_way, worker: roles.workers[0].clone(), combiner: roles.combiners[i].clone() };
     }
     let under_way = asked(roles.base(), request);
     let mut worker = roles.workers[0].clone();
@@ -135,7 +179,7 @@ async fn reach(roles: &Roles, phase: Phase, salt: &str) -> Held {
             (combiner, worker) = (roles.combiners[i].clone(), roles.workers[j].clone());
         }
         Phase::Computing => {
-            worker = first_with(&roles.workers, "hypic_jobs", "computing").await;
+            worker = computing(roles).await;
             combiner = first_with(&roles.combiners, "hypic_calls_open", "").await;
         }
         Phase::Transfer => {
@@ -144,19 +188,7 @@ async fn reach(roles: &Roles, phase: Phase, salt: &str) -> Held {
             combiner = roles.combiners[i].clone();
             worker = first_with(&roles.workers, "hypic_deliveries_open", "").await;
         }
-        Phase::Composing => {
-            let composing = async || {
-                for member in &roles.combiners {
-                    let samples = scrape(&member.metrics).await?;
-                    let arrived = samples.sum("hypic_cache_flights", "") == Some(0.0);
-                    if arrived && samples.sum("hypic_sequences", "prefilling") > Some(0.0) {
-                        return Some(member.clone());
-                    }
-                }
-                None
-            };
-            combiner = until(SOON, "a combiner composes", composing).await;
-        }
+        Phase::Composing => combiner = composing(roles, &entries).await,
         Phase::Decoding | Phase::Draining => unreachable!("returned above"),
     }
     Held { under_way, worker, combiner }
@@ -164,7 +196,9 @@ async fn reach(roles: &Roles, phase: Phase, salt: &str) -> Held {
 
 fn release(roles: &Roles) {
     for proxy in roles.to_workers.iter().chain(&roles.to_combiners).chain(&roles.parts) {
-        proxy.set(Direction::Forth, Fault::None);
+        for direction in [Direction::Forth, Direction::Back] {
+            proxy.set(direction, Fault::None);
+        }
     }
 }
 
@@ -230,7 +264,7 @@ async fn lose(what: Lost, with: Signal) {
 
 /// The client has gone. What held bytes ask for is unwanted by then: it arrives late and changes nothing.
 async fn without_client(roles: &Roles, phase: Phase) {
-    if matches!(phase, Phase::Dispatch | Phase::Transfer) {
+    if phase != Phase::Composing {
         // Long enough for the request to be gone everywhere, and short enough for the connections to live.
         tokio::time::sleep(Duration::from_millis(300)).await;
     }

@@ -64,9 +64,25 @@ async fn held_bytes_come_after_the_release() {
         send(&mut connection, "abc").await;
         nothing_comes(&mut connection).await;
         assert_eq!(proxy.received(direction), proxy.sent(direction) + 3);
+        send(&mut connection, "de").await;
+        nothing_comes(&mut connection).await;
+        assert_eq!(proxy.received(direction), proxy.sent(direction) + 5, "what comes later counts too");
         proxy.set(direction, Fault::None);
-        assert_eq!(get(&mut connection, 3).await.as_deref(), Some("abc"));
+        assert_eq!(get(&mut connection, 5).await.as_deref(), Some("abcde"));
     }
+}
+
+#[tokio::test]
+async fn an_end_behind_held_bytes_comes_after_them() {
+    let proxy = echo().await;
+    let mut connection = dial(&proxy).await;
+    proxy.set(Direction::Forth, Fault::Hold);
+    send(&mut connection, "abc").await;
+    connection.shutdown().await.expect("an open connection");
+    nothing_comes(&mut connection).await;
+    proxy.set(Direction::Forth, Fault::None);
+    assert_eq!(get(&mut connection, 3).await.as_deref(), Some("abc"));
+    assert_eq!(connection.read(&mut [0]).await.expect("an orderly end"), 0);
 }
 
 #[tokio::test]

@@ -1,4 +1,5 @@
-//! A member's signs of life, and when it counts as lost: silent too long, its stream broken, or somebody else in its place.
+//! A member's signs of life, and when it counts as lost: silent too long, its stream broken, or somebody else in its
+//! place.
 
 use std::time::Duration;
 

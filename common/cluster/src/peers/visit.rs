@@ -245,6 +245,8 @@ impl Visitor {
         tracing::warn!(%id, %role, address, reason = %lost, "member is down");
         match lost {
             Lost::Misfit(mismatch) => Visit::Refused(Refusal::Mismatch { id, mismatch }),
+            // It would say the same at once: not dialled again without a pause.
+            Lost::Record(error) => Visit::Refused(error.into()),
             _ => Visit::Lived,
         }
     }
@@ -253,9 +255,12 @@ impl Visitor {
     fn take_in(&self, target: &Target, entry: &Entry, mut beat: v1::Heartbeat) -> Result<(), Lost> {
         if let Some(record) = beat.record.take().filter(|_| !entry.peer().is_loaded()) {
             let record = MemberRecord::try_from(record)?;
-            match self.compare(target, &record) {
-                Err(Refusal::Mismatch { mismatch, .. }) => return Err(Lost::Misfit(mismatch)),
-                _ => entry.loaded(record),
+            if let Err(Refusal::Mismatch { mismatch, .. }) = self.compare(target, &record) {
+                return Err(Lost::Misfit(mismatch));
+            }
+            // One that still lacks its fingerprint says nothing new; the whole one is yet to come.
+            if record.fingerprint.is_some() {
+                entry.loaded(record);
             }
         }
         entry.beat(&beat);

@@ -11,8 +11,8 @@ use toml::{Table, Value};
 
 use super::Config;
 
-/// What environment variables begin with that are settings: `HYPIC__SECTION__KEY`. One underscore is not enough, because
-/// a Kubernetes Service of the name hypic-router puts `HYPIC_ROUTER_PORT` into every pod.
+/// What environment variables begin with that are settings: `HYPIC__SECTION__KEY`. One underscore is not enough,
+/// because a Kubernetes Service of the name hypic-router puts `HYPIC_ROUTER_PORT` into every pod.
 pub const ENV_PREFIX: &str = "HYPIC__";
 
 /// Settings as they are put together.

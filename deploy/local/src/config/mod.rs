@@ -2,6 +2,7 @@
 //! that is unknown or a value of the wrong kind is refused, with the layer that it came from; nothing is guessed.
 
 mod layers;
+mod limits;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -131,7 +132,7 @@ pub struct ClusterConfig {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SecurityConfig {
-    /// Permit internal services without TLS beyond loopback.
+    /// Permit internal services without TLS, and etcd's credentials in plain text, beyond loopback.
     pub insecure: bool,
     /// Files for mutual TLS; none: plain text.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -315,9 +316,15 @@ impl Config {
         if !self.cluster.members.is_empty() && !self.cluster.etcd.endpoints.is_empty() {
             bail!("cluster.members and cluster.etcd.endpoints are both given: use a static list or etcd");
         }
+        if let Some(endpoint) = self.cluster.etcd.exposed_to().filter(|_| !self.tls.insecure) {
+            bail!(
+                "cluster.etcd.credentials are sent unencrypted to {endpoint}: use a loopback endpoint, or --insecure"
+            );
+        }
         self.fingerprint()?;
         self.router.check()?;
         self.transfer.check()?;
+        limits::check(self)?;
         for (name, value) in [
             ("worker.chunk_rows", self.worker.chunk_rows),
             ("worker.concurrent", self.worker.concurrent),

@@ -127,6 +127,67 @@ fn what_roles_do_about_load_and_failures_is_set_here() {
     self::layers().flag("--set", "router.faults.failover_wait", "5").expect_err("no unit");
 }
 
+fn finish(role: Role, settings: &[(&str, &str)]) -> Result<Config> {
+    let mut layers = Layers::new(role).expect("defaults");
+    for (key, value) in settings {
+        layers.flag("--set", key, value).expect("a setting");
+    }
+    layers.finish()
+}
+
+#[test]
+fn credentials_go_to_this_machine_or_somebody_says_so() {
+    let to = |endpoint| {
+        [
+            ("cluster.etcd.endpoints", endpoint),
+            ("cluster.etcd.credentials.user", "me"),
+            ("cluster.etcd.credentials.password", "hush"),
+        ]
+    };
+    for role in [Role::Router, Role::ScatterWorker, Role::Combiner] {
+        let error = finish(role, &to("10.0.0.1:2379")).expect_err("in plain text").to_string();
+        let want = "cluster.etcd.credentials are sent unencrypted to 10.0.0.1:2379: use a loopback endpoint, or \
+                    --insecure";
+        assert_eq!(error, want);
+        finish(role, &to("127.0.0.1:2379")).expect("stays here");
+        let allowed: Vec<_> = to("10.0.0.1:2379").into_iter().chain([("tls.insecure", "true")]).collect();
+        finish(role, &allowed).expect("allowed");
+        finish(role, &to("10.0.0.1:2379")[..1]).expect("nothing to hide");
+    }
+}
+
+#[test]
+fn connections_that_cannot_work_are_refused() {
+    for (key, value, range) in [
+        ("cluster.connection.max_frame", "16383", "16384 to 16777215"),
+        ("cluster.connection.max_frame", "16777216", "16384 to 16777215"),
+        ("cluster.connection.stream_window", "2147483648", "1 to 2147483647"),
+        ("cluster.connection.connection_window", "0", "1 to 2147483647"),
+        ("cluster.connection.max_streams", "0", "1 to"),
+        ("cluster.connection.ping_interval", "0s", "at least 1ms"),
+        ("cluster.peers.keep_alive", "0s", "at least 1ms"),
+        ("cluster.peers.reconnect.initial", "0s", "at least 1ms"),
+        ("cluster.etcd.request_timeout", "0s", "at least 1ms"),
+        ("front.stream_window", "2147483648", "1 to 2147483647"),
+        ("front.connection_window", "4294967295", "1 to 2147483647"),
+        ("front.read_timeout", "0s", "at least 1ms"),
+        ("front.stream_keep_alive", "0s", "at least 1ms"),
+        ("front.body_limit", "0", "at least 1"),
+    ] {
+        let error = finish(Role::Combiner, &[(key, value)]).expect_err(key).to_string();
+        assert!(error.starts_with(&format!("{key} is {value}: ")) || value == "0s", "{error}");
+        assert!(error.contains(key) && error.contains(range), "{error}");
+    }
+    for (key, value) in [
+        ("cluster.connection.max_frame", "16384"),
+        ("cluster.connection.max_frame", "16777215"),
+        ("front.stream_window", "2147483647"),
+        ("front.max_duration", "0s"),
+    ] {
+        finish(Role::Combiner, &[(key, value)]).expect(key);
+    }
+}
+
 #[test]
 fn what_is_printed_can_be_read_again() {
     for role in [Role::Router, Role::ScatterWorker, Role::Combiner] {

@@ -1,6 +1,6 @@
-//! Scatter worker and combiner as processes: the roles that hold a model. Owns their life: they answer who they are while
-//! they load, then serve over the same connections, and in the end finish what they were given while they still show
-//! signs of life; only then their connections end. A model that cannot be loaded ends the process with the reason.
+//! Scatter worker and combiner as processes: the roles that hold a model. Owns their life: they answer who they are
+//! while they load, then serve over the same connections, and in the end finish what they were given while they still
+//! show signs of life; only then their connections end. A model that cannot be loaded ends the process with the reason.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use hypic_state::codec::FORMAT_VERSION;
 use hypic_telemetry::Observation;
 use hypic_transport::grpc::{DirectoryService, Served};
 use tokio::net::TcpListener;
-use tokio::time::{Instant, sleep};
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
@@ -72,8 +72,9 @@ pub(super) async fn run(process: Process, listener: TcpListener, address: String
             _ = load.set(begun.load);
             late.serve(begun.routes);
             joined.membership.update(begun.record.clone());
-            status.loaded(begun.record);
+            // Ready before anybody is told so and may look.
             process.readiness.loaded();
+            status.loaded(begun.record);
             let gauges = (begun.gauges, gauges::of_calls(late.calls()));
             process.shutdown.cancelled().await;
             Ok(Some(gauges))
@@ -82,14 +83,16 @@ pub(super) async fn run(process: Process, listener: TcpListener, address: String
         Err(error) => Err(error),
     };
 
-    let deadline = Instant::now() + process.config.shutdown.grace;
     status.set_state(NodeState::Draining);
-    joined.membership.leave().await;
     let busy = || late.calls().count() > 0 || told().sequences > 0 || told().waiting > 0;
-    while busy() && Instant::now() < deadline {
-        sleep(LOOK).await;
-    }
-    if busy() {
+    // Running work goes on meanwhile; work that came before all had heard counts too, so leaving comes first.
+    let finished = async {
+        joined.membership.leave().await;
+        while busy() {
+            sleep(LOOK).await;
+        }
+    };
+    if timeout(process.config.shutdown.grace, finished).await.is_err() && busy() {
         tracing::warn!("grace is over, running work is given up");
     }
     closed.cancel();

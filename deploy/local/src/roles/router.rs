@@ -15,6 +15,7 @@ use hypic_text::TextPipeline;
 use hypic_transport::grpc::{RemoteCombine, RemoteScatter, follow};
 use hypic_transport::{Combine, Scatter};
 use tokio::sync::watch;
+use tokio::time::timeout;
 
 use super::remote::Member;
 use super::{Process, common, gauges};
@@ -58,12 +59,14 @@ pub(super) async fn run(process: Process, front: Front) -> Result<()> {
     let router = Arc::new(Router::new(process.config.router.config(), served, text, fleet));
     process.readiness.loaded();
     let leaving = process.shutdown.clone();
-    let joined_still = joined.clone();
+    let (joined_still, grace) = (joined.clone(), process.config.shutdown.grace);
     let left = tokio::spawn(async move {
         leaving.cancelled().await;
-        joined_still.membership.leave().await;
+        if timeout(grace, joined_still.membership.leave()).await.is_err() {
+            tracing::warn!("grace is over before the members were left: the record goes when its lease lapses");
+        }
     });
-    front.serve(router, process.shutdown.clone(), process.config.shutdown.grace).await;
+    front.serve(router, process.shutdown.clone(), grace).await;
     left.await.context("leaving the members broke off")?;
     following.abort();
     Ok(())

@@ -35,7 +35,7 @@ fn every_command_has_help_on_every_option() {
         (&["generate"], [&MODEL[..], &generate].concat()),
         (&["serve"], [&MODEL[..], &serve].concat()),
         (&["model"], vec!["info"]),
-        (&["model", "info"], vec!["[DIR]", "--dtype", "--seam", "--json"]),
+        (&["model", "info"], vec!["[MODEL]", "--dtype", "--seam", "--json"]),
     ];
     for (command, words) in commands {
         for help in ["--help", "-h"] {
