@@ -71,7 +71,7 @@ pub struct RoleArgs {
     /// Seconds that running work gets to finish after SIGTERM [shutdown.grace]
     #[arg(long, value_name = "SECONDS")]
     grace: Option<u64>,
-    /// Permit internal services without TLS beyond loopback [tls.insecure]
+    /// Permit internal services, and credentials of etcd, without TLS beyond loopback [tls.insecure]
     #[arg(long)]
     insecure: bool,
 }
