@@ -202,7 +202,6 @@ fn main() {
         let (mut keying, mut planning, mut whole) = (Vec::new(), Vec::new(), Vec::new());
         for i in 0..requests + requests / 10 {
             let (segments, query): (Vec<Vec<u32>>, Vec<u32>) = prompt();
-            let times = router.rehearse(segments.clone(), query.clone()).expect("a plan");
             let request = Request {
                 prompt: Prompt::Tokens { segments, query, anchor: None },
                 options: PromptOptions::default(),
@@ -215,6 +214,7 @@ fn main() {
                 deadline: None,
                 tenant: None,
             };
+            let times = router.rehearse(&request).expect("a plan");
             let before = Instant::now();
             let answer = runtime.block_on(router.generate(request)).expect("taken");
             let took = before.elapsed();

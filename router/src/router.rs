@@ -14,8 +14,7 @@ use tracing::{Instrument, Span};
 
 use crate::answer::{Ask, Running, TextSide};
 use crate::api::{
-    Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Progress, Prompt, PromptOptions, Request,
-    Sampling,
+    Anchor, Answer, Engine, Error, ErrorKind, Message, Mode, ModelCard, Progress, Prompt, Request, Sampling,
 };
 use crate::fleet::Fleet;
 use crate::plan::{Avoid, PlanTimes, Planner, PromptTokens, Settings};
@@ -59,40 +58,33 @@ impl Router {
         &self.served
     }
 
-    /// Plan a prompt of these token ids, behind no tenant, as it would be now, and hand nothing out: for measuring how long
+    /// Plan a request of token ids, behind no tenant, as it would be now, and hand nothing out: for measuring how long
     /// that takes.
     ///
     /// # Errors
-    /// If the ids are not those of a prompt, or there is no combiner.
-    pub fn rehearse(&self, segments: Vec<Vec<u32>>, query: Vec<u32>) -> Result<PlanTimes, Error> {
-        let request = Request {
-            prompt: Prompt::Tokens { segments: segments.clone(), query: query.clone(), anchor: None },
-            options: PromptOptions::default(),
-            sampling: Sampling::default(),
-            n: 1,
-            max_tokens: Some(1),
-            stop: Vec::new(),
-            stop_at_eos: true,
-            logprobs: None,
-            deadline: None,
-            tenant: None,
-        };
-        let tokens = without_empty(Tokenized { segments, query, message_ends: Vec::new() });
-        let turn = self.text.as_ref().map(|text| text.raw_turn_anchor()).unwrap_or_default();
-        let prompt = PromptTokens { tokens, turn, anchor: None };
-        self.check(&request, &prompt)?;
-        let settings = self.settings(&request, &prompt, Arc::new([]), None);
+    /// If its prompt is not of token ids, or not one that can be answered, or there is no combiner.
+    pub fn rehearse(&self, request: &Request) -> Result<PlanTimes, Error> {
+        let prompt = self.given(&request.prompt);
+        let prompt = prompt.ok_or_else(|| Error::invalid("prompt", "only token ids are planned without an answer"))?;
+        self.check(request, &prompt)?;
+        let settings = self.settings(request, &prompt, Arc::new([]), None);
         let planner = Planner { core: &self.core };
         let planned = planner.plan(&settings, &prompt.tokens, &Avoid::default(), &CancellationToken::new());
         let planned = planned.ok_or_else(|| Error::new(ErrorKind::Unavailable, "no combiner is there"))?;
         Ok(planned.times)
     }
 
+    /// A prompt that comes as token ids.
+    fn given(&self, prompt: &Prompt) -> Option<PromptTokens> {
+        let Prompt::Tokens { segments, query, anchor } = prompt else { return None };
+        let tokens = Tokenized { segments: segments.clone(), query: query.clone(), message_ends: Vec::new() };
+        let turn = self.text.as_ref().map(|text| text.raw_turn_anchor()).unwrap_or_default();
+        Some(PromptTokens { tokens: without_empty(tokens), turn, anchor: anchor.clone() })
+    }
+
     async fn tokenize(&self, request: &Request, salt: &Arc<[u8]>) -> Result<PromptTokens, Error> {
-        if let Prompt::Tokens { segments, query, anchor } = &request.prompt {
-            let tokens = Tokenized { segments: segments.clone(), query: query.clone(), message_ends: Vec::new() };
-            let turn = self.text.as_ref().map(|t| t.raw_turn_anchor()).unwrap_or_default();
-            return Ok(PromptTokens { tokens: without_empty(tokens), turn, anchor: anchor.clone() });
+        if let Some(given) = self.given(&request.prompt) {
+            return Ok(given);
         }
         let Some(text) = self.text.clone() else {
             let message =

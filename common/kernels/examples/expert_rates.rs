@@ -3,7 +3,9 @@
 //!
 //! `cargo run --release -p hypic-kernels --example expert_rates [threads]`
 
-use std::time::{Duration, Instant};
+mod timing;
+
+use std::time::Duration;
 
 use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, Cpu, Expert, KvShape, RouteSpec, Score};
 use hypic_state::{DType, HostTensor};
@@ -12,16 +14,8 @@ use hypic_state::{DType, HostTensor};
 const SPAN: Duration = Duration::from_millis(400);
 
 /// Seconds of `work`: the best of its repetitions.
-fn seconds(mut work: impl FnMut()) -> f64 {
-    work();
-    let begin = Instant::now();
-    let mut best = f64::INFINITY;
-    while begin.elapsed() < SPAN {
-        let start = Instant::now();
-        work();
-        best = best.min(start.elapsed().as_secs_f64());
-    }
-    best
+fn seconds(work: impl FnMut()) -> f64 {
+    timing::fastest(SPAN, work).as_secs_f64()
 }
 
 fn numbers(shape: &[usize]) -> HostTensor {

@@ -3,7 +3,9 @@
 //!
 //! `cargo run --release -p hypic-kernels --example linear_rates [threads]`
 
-use std::time::{Duration, Instant};
+mod timing;
+
+use std::time::Duration;
 
 use hypic_kernels::{Backend, Cpu, Isa};
 use hypic_state::{DType, HostTensor};
@@ -12,16 +14,8 @@ use hypic_state::{DType, HostTensor};
 const SPAN: Duration = Duration::from_millis(300);
 
 /// Operations a second of `work`, which does `flops`: the best of its repetitions.
-fn rate(flops: f64, mut work: impl FnMut()) -> f64 {
-    work();
-    let begin = Instant::now();
-    let mut best = f64::INFINITY;
-    while begin.elapsed() < SPAN {
-        let start = Instant::now();
-        work();
-        best = best.min(start.elapsed().as_secs_f64());
-    }
-    flops / best / 1e9
+fn rate(flops: f64, work: impl FnMut()) -> f64 {
+    flops / timing::fastest(SPAN, work).as_secs_f64() / 1e9
 }
 
 #[cfg(target_arch = "x86_64")]

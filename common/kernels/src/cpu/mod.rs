@@ -16,6 +16,8 @@ mod rope;
 mod rows;
 mod scan;
 mod tensor;
+#[cfg(test)]
+mod testing;
 
 use std::ops::Range;
 
