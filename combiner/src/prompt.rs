@@ -46,6 +46,9 @@ impl<B: Backend> Prompt<B> {
         chunk_rows: usize,
     ) -> Result<Self, CombineError> {
         let (backend, model) = (&setup.backend, &setup.model);
+        let covered = plan.resume.as_ref().map_or(0, |hit| hit.tokens);
+        let tokens = covered + plan.segments.iter().map(|s| s.tokens.len()).sum::<usize>() + plan.query.len();
+        check_reuse(plan, tokens, setup.model.spec().reusable())?;
         let state = match &plan.resume {
             Some(hit) => {
                 let (_, state) = setup.store.longest_prefix([hit.key]).ok_or(CombineError::StalePrefix)?;
@@ -53,6 +56,7 @@ impl<B: Backend> Prompt<B> {
             }
             None => RunningState::new(backend, model, 0),
         };
+        let state = state.of_prompt(tokens);
         let mut items = Items::new(plan);
         for (segment, incoming) in plan.segments.iter().zip(transfers) {
             match segment.body {
@@ -102,6 +106,19 @@ impl<B: Backend> Prompt<B> {
     pub fn state_bytes(&self) -> usize {
         self.state.as_ref().map_or(0, RunningState::bytes)
     }
+}
+
+/// What was computed for sequences of other lengths must be of use for a prompt of `tokens` tokens: routers see to it.
+fn check_reuse(plan: &Plan, tokens: usize, reusable: Option<usize>) -> Result<(), CombineError> {
+    let Some(limit) = reusable.filter(|&limit| tokens > limit) else { return Ok(()) };
+    let rows_only = plan.segments.iter().all(|s| s.body == SegmentBody::Rows);
+    if rows_only && plan.resume.is_none() && plan.saves.is_empty() {
+        return Ok(());
+    }
+    let problem = format!(
+        "a plan of {tokens} tokens reuses entries or prefix states, which this model's dynamic rope scaling allows up to {limit}"
+    );
+    Err(CombineError::Segment(problem))
 }
 
 /// Lays a plan out as items, with the saves where they belong.

@@ -185,6 +185,7 @@ fn main() {
         card: ModelCard { id: "m".into(), created: 0, context: 1 << 20 },
         space,
         vocab: VOCAB,
+        reusable: None,
         compose: ComposeRule::Transition,
         eos: Arc::new([]),
         sampling: Sampling::default(),

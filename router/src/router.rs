@@ -139,6 +139,14 @@ impl Router {
             };
             return Err(Error::invalid(param, format!("{what}: the model's context is {context} tokens")));
         }
+        let mode = request.options.mode.unwrap_or_default();
+        if let Some(limit) = self.served.reusable.filter(|&limit| tokens > limit && mode != Mode::Full) {
+            let message = format!(
+                "the prompt has {tokens} tokens, and this model's rope scaling is dynamic: beyond {limit} tokens its rotary \
+                 embeddings depend on the prompt's length, so mode {mode} has nothing to reuse: use mode full"
+            );
+            return Err(Error::invalid("mode", message));
+        }
         Ok(request.max_tokens.map_or(room, |n| n as usize))
     }
 

@@ -3,6 +3,9 @@
 
     python make_more.py OUT [name ...]
 
+NAME/dynamic makes golden.dynamic.* of NAME's weights, which must be there, under a config.dynamic.json whose rope scaling is
+dynamic NTK; those numbers are of prompts beyond the original maximum.
+
 Needs torch, transformers (5.24), safetensors and numpy; runs on the CPU in a minute. A different version of torch may draw
 other random weights, so the files are the truth, not their making. Everything is computed in float64, casts to float32 in the
 model code included, and stored as float32.
@@ -20,6 +23,7 @@ import transformers
 from safetensors.torch import save_file
 
 VOCAB, SHORT, LONG, GREEDY = 256, 37, 150, 24
+ORIGINAL = 24     # the original maximum under dynamic NTK
 MARGIN, GAP, DISTINCT = 0.02, 5e-4, 12     # least distance of the two best tokens, of experts chosen and not; least distinct tokens
 
 
@@ -112,7 +116,10 @@ def states(cache, prefix, numbers):
 
 
 def step(model, ids, cache, start):
-    """Positions are always given: some classes start at 0 again without them."""
+    """Positions are always given: some classes start at 0 again without them. A dynamic embedding forgets longer prompts."""
+    for m in model.modules():
+        if getattr(m, "rope_type", None) == "dynamic":
+            m.max_seq_len_cached, m.inv_freq = m.original_max_seq_len, m.original_inv_freq
     positions = torch.arange(start, start + len(ids))[None]
     return model(input_ids=torch.tensor([ids]), position_ids=positions, cache=cache, use_cache=True).logits[0]
 
@@ -193,26 +200,75 @@ MODELS = {
 }
 
 
+def load(folder, **changes):
+    """The checkpoint in `folder` in float64, and what tells the gaps of its routers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **changes)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    model = model.eval().double()
+    with float64():
+        for m in model.modules():
+            if hasattr(m, "inv_freq"):
+                m.original_inv_freq = m.inv_freq = m.compute_default_rope_parameters(m.config)[0]
+    return model, RouterGaps(model)
+
+
+def draw_prompts(id):
+    numbers = np.random.default_rng(1000 + id)
+    return [numbers.integers(0, VOCAB, n).tolist() for n in (SHORT, LONG)]
+
+
+def write(out, tag, found, described, margin, gaps, decoded):
+    stored = {k: (v.float() if v.is_floating_point() else v).contiguous() for k, v in found.items()}
+    save_file(stored, os.path.join(out, f"golden{tag}.safetensors"))
+    weights = open(os.path.join(out, "model.safetensors"), "rb").read()
+    distinct = len(set(found["greedy.tokens"].tolist()))
+    described = dict(
+        **described, model_sha256=hashlib.sha256(weights).hexdigest(), tensors={k: dict(shape=list(v.shape)) for k, v in stored.items()},
+        statistics=dict(greedy_min_margin=margin, greedy_distinct=distinct, router_min_gap=gaps.least if gaps.hooks else None, decode_vs_full_forward_max_abs=decoded))
+    with open(os.path.join(out, f"golden{tag}.json"), "w") as f:
+        json.dump(described, f, indent=1)
+    print(f"{out}{tag}: margin {margin}, gap {gaps.least}, {distinct} tokens, decoding within {decoded}")
+
+
+def reference(model):
+    return f"transformers {transformers.__version__} {type(model).__name__}, eager attention, torch fallback kernels"
+
+
+def make_dynamic(name, spec, folder):
+    """Factors are tried until tokens and experts keep their distance from ties."""
+    out = os.path.join(folder, name)
+    for factor in (4.0, 3.0, 2.5, 2.0, 5.0, 6.0, 8.0, 1.5):
+        rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=factor)
+        model, gaps = load(out, max_position_embeddings=ORIGINAL, rope_parameters=rope)
+        with float64():
+            found, margin, decoded = run(model, *draw_prompts(spec["id"]))
+        if margin >= MARGIN and gaps.least >= GAP:
+            break
+    else:
+        raise SystemExit(f"{name}/dynamic: no factor keeps its distance from ties")
+    notes = [f"the weights of golden.json; both prompts are longer than the original maximum of {ORIGINAL}: their embeddings are "
+             "those of their own length; each decoded row's are those of the length that it makes, older keys stay as they are."]
+    write(out, ".dynamic", found, dict(name=f"{name}/dynamic", reference=reference(model), notes=notes), margin, gaps, decoded)
+    with open(os.path.join(out, "config.json")) as f:
+        config = json.load(f)
+    config.update(max_position_embeddings=ORIGINAL, rope_parameters=rope)
+    with open(os.path.join(out, "config.dynamic.json"), "w") as f:
+        json.dump(config, f, indent=2)
+
+
 def make(name, spec, folder):
     out = os.path.join(folder, name)
     os.makedirs(out, exist_ok=True)
-    numbers = np.random.default_rng(1000 + spec["id"])
-    short, long = (numbers.integers(0, VOCAB, n).tolist() for n in (SHORT, LONG))
+    short, long = draw_prompts(spec["id"])
     for seed in range(spec["id"] * 1000, spec["id"] * 1000 + 200):
         torch.manual_seed(seed)
         model = spec["build"]().eval()
         draw(model, seed)
         correlate_mamba(model)
         model.save_pretrained(out)
-        model = type(model).from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
-        model = model.double()
+        model, gaps = load(out)
         with float64():
-            for m in model.modules():
-                if hasattr(m, "inv_freq"):
-                    m.inv_freq = m.compute_default_rope_parameters(m.config)[0]
-            gaps = RouterGaps(model)
             found, margin, decoded = run(model, short, long)
         distinct = len(set(found["greedy.tokens"].tolist()))
         if margin >= MARGIN and gaps.least >= GAP and distinct >= DISTINCT:
@@ -220,20 +276,12 @@ def make(name, spec, folder):
     else:
         raise SystemExit(f"{name}: no seed keeps its distance from ties")
     assert decoded < 1e-10, f"{name}: decoding differs from an ordinary forward by {decoded}"
-    stored = {k: (v.float() if v.is_floating_point() else v).contiguous() for k, v in found.items()}
-    save_file(stored, os.path.join(out, "golden.safetensors"))
-    weights = open(os.path.join(out, "model.safetensors"), "rb").read()
-    described = dict(
-        name=name, reference=f"transformers {transformers.__version__} {type(model).__name__}, eager attention, torch fallback kernels",
-        weight_seed=seed, notes=spec["notes"], model_sha256=hashlib.sha256(weights).hexdigest(),
-        tensors={k: dict(shape=list(v.shape)) for k, v in stored.items()},
-        statistics=dict(greedy_min_margin=margin, greedy_distinct=distinct, router_min_gap=gaps.least if gaps.hooks else None, decode_vs_full_forward_max_abs=decoded))
-    with open(os.path.join(out, "golden.json"), "w") as f:
-        json.dump(described, f, indent=1)
-    print(f"{name}: seed {seed}, margin {margin}, gap {gaps.least}, {distinct} tokens, decoding within {decoded}")
+    described = dict(name=name, reference=reference(model), weight_seed=seed, notes=spec["notes"])
+    write(out, "", found, described, margin, gaps, decoded)
 
 
 if __name__ == "__main__":
     _, folder, *names = sys.argv
-    for name in names or MODELS:
-        make(name, MODELS[name], folder)
+    for name in names or [*MODELS, "granitemoehybrid/dynamic"]:
+        name, _, variant = name.partition("/")
+        (make_dynamic if variant else make)(name, MODELS[name], folder)

@@ -170,6 +170,7 @@ pub fn served(model: &Model<Cpu>) -> Served {
         card: ModelCard { id: "demo".to_string(), created: 0, context },
         space: key_space(model),
         vocab: model.spec().vocab,
+        reusable: model.spec().reusable(),
         compose: model.default_compose(),
         eos: model.spec().eos.clone().into(),
         sampling: Sampling::default(),

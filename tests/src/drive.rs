@@ -1,5 +1,6 @@
 //! Driving a model by hand: prefill, compose, decode, one pass at a time.
 
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use hypic_kernels::Backend;
@@ -63,11 +64,26 @@ impl<B: Backend> Collected<B> {
 }
 
 impl<B: Backend> Rig<B> {
-    /// Load the checkpoint in `relative` below this crate's folder.
+    /// Load the checkpoint in `relative` below this crate's folder; if that is a configuration, the weights beside it.
     pub fn load(backend: B, relative: &str, dtype: DType) -> Self {
-        let checkpoint = Checkpoint::open(&crate::path(relative)).expect("a good checkpoint");
+        let path = crate::path(relative);
+        if path.is_dir() {
+            return Rig::of(backend, &Checkpoint::open(&path).expect("a good checkpoint"), dtype);
+        }
+        let config = std::fs::read(&path).expect("a configuration");
+        Rig::with_config(backend, path.parent().expect("a file in a folder"), config, dtype)
+    }
+
+    /// Load the weights in `folder` as `config` describes them.
+    pub fn with_config(backend: B, folder: &Path, config: Vec<u8>, dtype: DType) -> Self {
+        let weights = std::fs::read(folder.join("model.safetensors")).expect("weights");
+        let checkpoint = Checkpoint::from_memory(&config, None, weights.into()).expect("a good checkpoint");
+        Rig::of(backend, &checkpoint, dtype)
+    }
+
+    fn of(backend: B, checkpoint: &Checkpoint, dtype: DType) -> Self {
         let options = LoadOptions { dtype, progress: &|_| {} };
-        let model = Model::load(&backend, &checkpoint, options).expect("a model that loads");
+        let model = Model::load(&backend, checkpoint, options).expect("a model that loads");
         Rig { backend, model, chunk: 512 }
     }
 
@@ -104,7 +120,7 @@ impl<B: Backend> Rig<B> {
 
     /// An ordinary forward of `tokens`, with every row's logits.
     pub fn forward(&self, tokens: &[u32]) -> Composed<B> {
-        self.run(self.empty(), vec![Item::Run(tokens.to_vec())], Logits::All)
+        self.run(self.empty().of_prompt(tokens.len()), vec![Item::Run(tokens.to_vec())], Logits::All)
     }
 
     /// The entry of a segment; `None` where it has no body.

@@ -13,6 +13,7 @@ use hypic_state::{ComposeRule, DType};
 use hypic_tests::Random;
 use hypic_tests::cluster::{TestStore, demo_model, key_space};
 use hypic_tests::drive::Rig;
+use hypic_tests::golden::Golden;
 use hypic_transport::{
     ChoiceEnd, Combine, CombineError, Delivery, Exchange, GenerationEvent, Plan, PlanChoice, PlanSegment, PrefillJob,
     PrefixHit, SamplingParams, Scatter, SegmentBody, TransferId,
@@ -39,8 +40,11 @@ impl Bench {
     }
 
     fn with(config: CombinerConfig) -> Self {
+        Self::of(config, demo_model(&Cpu::new(1)))
+    }
+
+    fn of(config: CombinerConfig, model: Model<Cpu>) -> Self {
         let cpu = Cpu::new(1);
-        let model = demo_model(&cpu);
         let settings = StoreConfig::default();
         let store: TestStore = Store::new(settings);
         let exchange = Exchange::default();
@@ -316,6 +320,25 @@ async fn an_answer_is_taken_up_where_it_was() {
             assert_eq!(rest, whole[cut..], "cut at {cut}, {sampling:?}");
         }
     }
+    bench.settle().await;
+}
+
+/// Beyond the original maximum of dynamic NTK scaling: the reference's answer, however often it changes hands, and no
+/// reuse.
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_of_other_lengths_share_nothing() {
+    let Rig { model, .. } = Rig::load(Cpu::new(1), "golden/granitemoehybrid/config.dynamic.json", DType::F32);
+    let bench = Bench::of(CombinerConfig::named("combiner"), model);
+    let golden = Golden::open("golden/granitemoehybrid/golden.dynamic.safetensors");
+    let (prompt, want) = (golden.get("short.input_ids").ids(), golden.get("greedy.tokens").ids());
+    for told in [0, 1, 12, 23] {
+        let ask = Ask { told: want[..told].to_vec(), answers: 2, ..Ask::rows(prompt.clone(), want.len()) };
+        let answers = ask.of(&bench.combiner).tokens().await.expect("an answer");
+        assert_eq!(answers, [&want[told..], &want[..]], "{told} told");
+    }
+    let ask = Ask::composed(&bench, &prompt, TransferId::random(), vec![1]);
+    let why = ask.of(&bench.combiner).tokens().await.expect_err("an entry of another length").to_string();
+    assert!(why.contains("38 tokens") && why.contains("dynamic") && why.contains("up to 24"), "{why}");
     bench.settle().await;
 }
 

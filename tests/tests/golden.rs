@@ -2,7 +2,7 @@
 //! latents, greedy tokens.
 
 use hypic_kernels::Backend;
-use hypic_model::{Checkpoint, Item, LoadOptions, Logits, Model, Pass, Progress, RunningState, Sequence, Workspace};
+use hypic_model::{Item, Logits, Pass, Progress, RunningState, Sequence, Workspace};
 use hypic_state::{DType, LayerKind};
 use hypic_tests::checkpoints::Reference;
 use hypic_tests::drive::Rig;
@@ -60,9 +60,9 @@ fn check_states<B: Backend>(
     }
 }
 
-fn check_forward<B: Backend>(mut rig: Rig<B>, reference: &Reference, t: Tolerance) {
+fn check_forward<B: Backend>(mut rig: Rig<B>, reference: &Reference, file: &str, t: Tolerance) {
     let name = reference.name;
-    let golden = Golden::open(&format!("golden/{name}/golden.safetensors"));
+    let golden = Golden::open(&format!("golden/{name}/{file}"));
     for (length, chunk) in [("short", 512), ("long", 512), ("long", 64)] {
         rig.chunk = chunk;
         let forward = rig.forward(&golden.get(&format!("{length}.input_ids")).ids());
@@ -89,8 +89,9 @@ fn check_hidden<B: Backend>(rig: &Rig<B>, golden: &Golden, name: &str, t: Tolera
     let mut buffer = rig.backend.zeros(&[0, 0]);
     rig.model.embed(&rig.backend, &ids, &mut ws, &mut buffer);
     close("embed", &buffer);
+    let state = rig.empty().of_prompt(ids.len());
     let items = vec![Item::Run(ids)];
-    let mut pass = Pass::new(vec![Sequence { state: rig.empty(), items, capture: None, logits: Logits::All }]);
+    let mut pass = Pass::new(vec![Sequence { state, items, capture: None, logits: Logits::All }]);
     for layer in 0.. {
         let progress = pass.advance(&rig.backend, &rig.model, &mut ws).expect("no parts are needed");
         let hidden = pass.hidden().expect("the pass has begun");
@@ -104,7 +105,8 @@ fn check_hidden<B: Backend>(rig: &Rig<B>, golden: &Golden, name: &str, t: Tolera
 }
 
 fn check(reference: &Reference) {
-    on_each_backend!(&reference.folder(), |rig, tolerance| check_forward(rig, reference, tolerance));
+    let file = "golden.safetensors";
+    on_each_backend!(&reference.folder(), |rig, tolerance| check_forward(rig, reference, file, tolerance));
 }
 
 for_each_checkpoint!(check);
@@ -118,16 +120,18 @@ fn other_spellings_of_a_config() {
         ("kimi_linear", "config.save_pretrained.json", 1e-6),
         ("bailing_hybrid", "config.save_pretrained.json", 1e-6),
     ] {
-        let read = |file: &str| std::fs::read(hypic_tests::path(&format!("golden/{name}/{file}"))).expect("a file");
-        let weights = read("model.safetensors").into();
-        let checkpoint = Checkpoint::from_memory(&read(config), None, weights).expect("a good checkpoint");
-        let backend = hypic_kernels::Reference::<f64>::new();
-        let options = LoadOptions { dtype: DType::F64, progress: &|_| {} };
-        let model = Model::load(&backend, &checkpoint, options).unwrap_or_else(|e| panic!("{name} {config}: {e}"));
-        let rig = Rig { backend, model, chunk: 512 };
+        let rig = Rig::load(hypic_kernels::Reference::<f64>::new(), &format!("golden/{name}/{config}"), DType::F64);
         let golden = Golden::open(&format!("golden/{name}/golden.safetensors"));
         let forward = rig.forward(&golden.get("long.input_ids").ids());
         let want = &golden.get("long.logits").values;
         assert_close(&format!("{name} {config} long.logits"), &forward.logits.concat(), want, tolerance);
     }
+}
+
+/// Prompts beyond the original maximum, and what is decoded behind them.
+#[test]
+fn dynamic_ntk() {
+    let (config, file) = ("golden/granitemoehybrid/config.dynamic.json", "golden.dynamic.safetensors");
+    let reference = hypic_tests::checkpoints::named("granitemoehybrid");
+    on_each_backend!(config, |rig, tolerance| check_forward(rig, reference, file, tolerance));
 }

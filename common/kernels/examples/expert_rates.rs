@@ -7,7 +7,7 @@ mod timing;
 
 use std::time::Duration;
 
-use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, Cpu, Expert, KvShape, RouteSpec, Score};
+use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, Cpu, Expert, KvShape, Positions, RouteSpec, Score};
 use hypic_state::{DType, HostTensor};
 
 /// Time to measure each rate for.
@@ -79,12 +79,17 @@ fn latent(cpu: &Cpu, dtype: DType) {
             let k = cpu.upload(&numbers(&[tokens + rows, 576]));
             let positions: Vec<i64> = (0..(tokens + rows) as i64).collect();
             let v = (!shared).then(|| Cols::new(&k, 0));
-            cpu.kv_append(&mut own, 0..tokens + rows, Cols::new(&k, 0), v, &positions, None);
+            cpu.kv_append(&mut own, 0..tokens + rows, Cols::new(&k, 0), v, Positions::plain(&positions), None);
             let q = cpu.upload(&numbers(&[rows, heads * 576]));
             let mut out = cpu.zeros(&[0, 0]);
             seconds(|| {
                 let positions = &positions[tokens..];
-                let sequence = AttentionRows { rows: 0..rows, positions, spans: Vec::new(), own: &own };
+                let sequence = AttentionRows {
+                    rows: 0..rows,
+                    positions: Positions::plain(positions),
+                    spans: Vec::new(),
+                    own: &own,
+                };
                 cpu.attention(shape, None, Cols::new(&q, 0), &[sequence], &mut out);
             })
         });

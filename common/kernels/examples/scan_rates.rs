@@ -6,8 +6,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use hypic_kernels::{
-    AttentionRows, AttentionShape, Backend, ChannelGate, Cols, Cpu, Decay, Fold, Form, KvShape, RopeSpec, ScanInputs,
-    ScanShape, Span, Step, Write,
+    AttentionRows, AttentionShape, Backend, ChannelGate, Cols, Cpu, Decay, Fold, Form, KvShape, Positions, RopeSpec,
+    ScanInputs, ScanShape, Span, Step, Write,
 };
 use hypic_state::{DType, HostTensor};
 
@@ -237,14 +237,19 @@ fn prefill(cpu: &Cpu, peak: f64) {
                 0..before + rows,
                 Cols::new(&k, 0),
                 Some(Cols::new(&v, 0)),
-                &positions,
+                Positions::plain(&positions),
                 Some(&rope),
             );
             let append = append.elapsed().as_secs_f64() / (before + rows) as f64;
             let mut out = cpu.alloc(&[rows, 16 * 128]);
             let seconds = fastest(|| {
                 let positions = &positions[before..];
-                let sequences = [AttentionRows { rows: 0..rows, positions, spans: Vec::new(), own: &own }];
+                let sequences = [AttentionRows {
+                    rows: 0..rows,
+                    positions: Positions::plain(positions),
+                    spans: Vec::new(),
+                    own: &own,
+                }];
                 cpu.attention(shape, Some(&rope), Cols::new(&q, 0), &sequences, &mut out);
             });
             let keys = rows * before + rows * (rows + 1) / 2;
@@ -274,18 +279,26 @@ fn decode(cpu: &Cpu) {
                 0..1024,
                 Cols::new(&block, 0),
                 Some(Cols::new(&block, 0)),
-                &positions,
+                Positions::plain(&positions),
                 Some(&rope),
             );
         }
         let mut own = cpu.kv(shape.kv);
         let position = [tokens as i64];
-        cpu.kv_append(&mut own, 0..1, Cols::new(&block, 0), Some(Cols::new(&block, 0)), &position, Some(&rope));
+        cpu.kv_append(
+            &mut own,
+            0..1,
+            Cols::new(&block, 0),
+            Some(Cols::new(&block, 0)),
+            Positions::plain(&position),
+            Some(&rope),
+        );
         let q = tensor(cpu, &[1, 16 * 128], 1.0);
         let mut out = cpu.alloc(&[1, 16 * 128]);
         let seconds = fastest(|| {
             let span = Span { kv: &store, range: 0..tokens, origin: 0, from_row: 0 };
-            let sequences = [AttentionRows { rows: 0..1, positions: &position, spans: vec![span], own: &own }];
+            let sequences =
+                [AttentionRows { rows: 0..1, positions: Positions::plain(&position), spans: vec![span], own: &own }];
             cpu.attention(shape, Some(&rope), Cols::new(&q, 0), &sequences, &mut out);
         });
         let bytes = tokens * 2 * 256 * dtype.size();

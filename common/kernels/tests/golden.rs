@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use hypic_kernels::{
-    Backend, ChannelGate, Cols, Cpu, Decay, Fold, Form, Isa, Reference, RopeSpec, ScanInputs, ScanShape, Step, Turn,
-    Write,
+    Backend, ChannelGate, Cols, Cpu, Decay, Fold, Form, Isa, Positions, Reference, RopeSpec, ScanInputs, ScanShape,
+    Step, Turn, Write,
 };
 use hypic_state::{ComposeRule, HostTensor, RecurrentPart, Transition};
 use safetensors::SafeTensors;
@@ -324,7 +324,7 @@ fn turned_bodies<B: Backend>(b: &B, tolerance: f64) {
     let rope = b.rope(&RopeSpec { offset: 0, inv_freq, interleaved: false, scale: 1.0 });
     let rotated = |key: &str, positions: &[i64]| {
         let mut x = b.upload(&golden.matrix(key));
-        b.rotate(&mut x, 0, heads, d_k, positions, &rope);
+        b.rotate(&mut x, 0, heads, d_k, &[Positions::plain(positions)], &rope);
         x
     };
     let true_positions: Vec<i64> = (0..golden.tokens() as i64).collect();

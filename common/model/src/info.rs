@@ -28,6 +28,9 @@ pub struct ModelInfo {
     pub parameters: usize,
     /// Positions that the model was made for.
     pub max_positions: usize,
+    /// Tokens of a prompt up to which entries and prefix states can be used (see [`ModelSpec::reusable`]); `None`: any
+    /// number.
+    pub reusable_positions: Option<usize>,
     /// Kind of the transition operator: `scalar`, `diagonal` or `dense`, the largest of its layers'; `none` without linear
     /// layers.
     pub transition: String,
@@ -57,6 +60,7 @@ impl ModelInfo {
             expert_layers: 0,
             parameters: spec.tensors(false).values().map(extents).fold(0, usize::saturating_add),
             max_positions: spec.max_positions,
+            reusable_positions: spec.reusable(),
             transition: "none".to_string(),
             sequence_bytes: 0,
             kv_bytes_per_token: 0,

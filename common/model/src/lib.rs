@@ -28,4 +28,4 @@ pub use pass::{
 };
 pub use prefill::{Prefill, split_items};
 pub use running::{FrozenState, RunningState};
-pub use spec::ModelSpec;
+pub use spec::{DynamicNtk, ModelSpec};

@@ -83,13 +83,22 @@ pub struct RunningState<B: Backend> {
     pub(crate) position: i64,
     /// Rows in the sequence's own stores.
     pub(crate) own_rows: usize,
+    /// Tokens that the sequence has at least; 0 if nobody told. Where embeddings depend on the length of a sequence, it is
+    /// this one that counts as long as there are fewer.
+    pub(crate) expected: usize,
 }
 
 impl<B: Backend> RunningState<B> {
     /// The state before any token; the first row stands at `position` (0, or minus the length of an anchor).
     pub fn new(backend: &B, model: &Model<B>, position: i64) -> Self {
         let layers = model.layers().iter().map(|layer| empty_layer(backend, layer)).collect();
-        RunningState { layers, position, own_rows: 0 }
+        RunningState { layers, position, own_rows: 0, expected: 0 }
+    }
+
+    /// The same, of a prompt of `tokens` tokens: however it is cut into passes, all its rows are those of one sequence of
+    /// this length. Rows behind it are those of a sequence that ends with their pass, as transformers decodes.
+    pub fn of_prompt(self, tokens: usize) -> Self {
+        RunningState { expected: tokens, ..self }
     }
 
     /// Position of the next token.
@@ -111,7 +120,7 @@ impl<B: Backend> RunningState<B> {
                 LayerState::Attention { spans: spans.clone(), own }
             }
         });
-        RunningState { layers: layers.collect(), position: frozen.position, own_rows: 0 }
+        RunningState { layers: layers.collect(), position: frozen.position, own_rows: 0, expected: 0 }
     }
 
     /// The recurrent state of layer `layer`, `[heads, d_k, d_v]`, and its convolution window

@@ -20,6 +20,8 @@ pub struct ModelSpec {
     pub hidden: usize,
     /// Positions that the model was made for.
     pub max_positions: usize,
+    /// How its rotary embeddings change with the length of a prompt; `None`: they do not.
+    pub dynamic: Option<DynamicNtk>,
     /// Tensor of the embedding `[vocab, hidden]`.
     pub embed: String,
     /// Factor on the embedding's rows.
@@ -48,6 +50,42 @@ impl ModelSpec {
     /// The kind of every layer, in order.
     pub fn layout(&self) -> Arc<[LayerKind]> {
         self.layers.iter().map(|l| l.mixer.body.kind()).collect()
+    }
+
+    /// Tokens of a prompt up to which entries and prefix states can be used; `None`: any number.
+    pub fn reusable(&self) -> Option<usize> {
+        self.dynamic.map(|dynamic| dynamic.original)
+    }
+
+    /// The rotary embeddings of a mixer of each layer that rotates.
+    pub(crate) fn ropes(&self) -> impl Iterator<Item = &RopeSpec> {
+        self.layers.iter().filter_map(|layer| match &layer.mixer.body {
+            MixerSpec::Recurrent(m) => m.rope.as_ref(),
+            MixerSpec::Attention(m) => m.rope.as_ref(),
+            MixerSpec::Latent(m) => m.rope.as_ref(),
+        })
+    }
+}
+
+/// Dynamic NTK scaling (emozilla, 2023; as transformers computes it): up to `original` tokens embeddings are as they are,
+/// for a longer sequence they are stretched by how much longer it is. Rows that were computed for one length are then no
+/// use for another: neither entries nor prefix states can be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DynamicNtk {
+    /// Tokens up to which nothing is stretched.
+    pub original: usize,
+    /// How steeply, from there on.
+    pub factor: f64,
+}
+
+impl DynamicNtk {
+    /// The [`ntk_alpha`](hypic_kernels::Positions::ntk_alpha) of a sequence of `tokens` tokens:
+    /// `factor * tokens / original - (factor - 1)`, and 1 up to `original`.
+    pub fn alpha(&self, tokens: usize) -> f64 {
+        if tokens <= self.original {
+            return 1.0;
+        }
+        self.factor * tokens as f64 / self.original as f64 - (self.factor - 1.0)
     }
 }
 

@@ -67,6 +67,7 @@ pub(crate) fn served(
         card: ModelCard { id: name, created, context },
         space: KeySpace::new(Fingerprint(fingerprint), dtype),
         vocab: spec.vocab,
+        reusable: spec.reusable(),
         compose: spec.compose,
         eos: eos.into(),
         sampling,

@@ -60,6 +60,9 @@ pub struct Served {
     pub space: KeySpace,
     /// Rows of the embedding: token ids are below it.
     pub vocab: usize,
+    /// Tokens of a prompt up to which entries and prefix states can be used: beyond them, the model's rotary embeddings
+    /// depend on the prompt's length. `None`: any number.
+    pub reusable: Option<usize>,
     /// Rule of composition unless a request names one.
     pub compose: ComposeRule,
     /// Tokens that end an answer.

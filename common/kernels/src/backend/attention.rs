@@ -21,6 +21,33 @@ pub struct RopeSpec {
     pub scale: f64,
 }
 
+impl RopeSpec {
+    /// The same with the base `base * alpha^(d / (d - 2))`, d being the rotated dimensions (NTK-aware scaling, bloc97,
+    /// 2023): the fastest pair stays as it is, the slowest turns `alpha` times slower.
+    pub fn ntk(&self, alpha: f64) -> RopeSpec {
+        // With a single pair there is nothing to stretch.
+        let slowest = self.inv_freq.len().saturating_sub(1).max(1) as f64;
+        let stretched = |(i, freq): (usize, &f64)| freq * alpha.powf(-(i as f64) / slowest);
+        RopeSpec { inv_freq: self.inv_freq.iter().enumerate().map(stretched).collect(), ..self.clone() }
+    }
+}
+
+/// Where rows of one sequence stand, for their rotation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Positions<'a> {
+    /// One per row.
+    pub at: &'a [i64],
+    /// By how much the rotary embedding is stretched for them (see [`RopeSpec::ntk`]); 1: not at all.
+    pub ntk_alpha: f64,
+}
+
+impl<'a> Positions<'a> {
+    /// Of rows that turn by the embedding as it is.
+    pub fn plain(at: &'a [i64]) -> Self {
+        Positions { at, ntk_alpha: 1.0 }
+    }
+}
+
 /// Dimensions of K and V of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
@@ -63,7 +90,7 @@ pub struct AttentionRows<'a, B: Backend> {
     /// Rows of the batch.
     pub rows: Range<usize>,
     /// Position of each row.
-    pub positions: &'a [i64],
+    pub positions: Positions<'a>,
     /// What was there before, wholly visible from its `from_row` on.
     pub spans: Vec<Span<'a, B>>,
     /// The sequence's own tokens, the rows of this batch (already appended) last; row i sees all but

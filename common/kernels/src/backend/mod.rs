@@ -24,7 +24,7 @@ use std::ops::Range;
 
 use hypic_state::{DType, HostKv, HostTensor, Storage, Stored, Transition};
 
-pub use attention::{AttentionRows, AttentionShape, KvShape, RopeSpec, Span};
+pub use attention::{AttentionRows, AttentionShape, KvShape, Positions, RopeSpec, Span};
 pub use experts::{Expert, RouteSpec, Score};
 pub use recurrent::{ChannelGate, ConvFold, ConvStep, Decay, Fold, Form, ScanInputs, ScanShape, Step, Turn, Write};
 pub use rows::{Activation, GatedNorm, HeadCols};
@@ -167,8 +167,17 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
         at_out: HeadCols,
     );
 
-    /// Rotate `heads` heads of `d` columns from `col` on in place, row i of `x` at `positions[i]`.
-    fn rotate(&self, x: &mut Self::Tensor, col: usize, heads: usize, d: usize, positions: &[i64], rope: &Self::Rope);
+    /// Rotate `heads` heads of `d` columns from `col` on in place. `positions`: those of all rows of `x`, sequence behind
+    /// sequence.
+    fn rotate(
+        &self,
+        x: &mut Self::Tensor,
+        col: usize,
+        heads: usize,
+        d: usize,
+        positions: &[Positions<'_>],
+        rope: &Self::Rope,
+    );
 
     // ---- experts
 
@@ -249,7 +258,7 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
         rows: Range<usize>,
         k: Cols<'_, Self>,
         v: Option<Cols<'_, Self>>,
-        positions: &[i64],
+        positions: Positions<'_>,
         rope: Option<&Self::Rope>,
     );
 

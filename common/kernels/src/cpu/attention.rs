@@ -41,23 +41,24 @@ pub(super) fn attention(
     out.resize(&[q.mat.rows(), heads * kv.d_v]);
     let per_block = (TASK_PAIRS / group).max(1);
     let mut blocks = Vec::new();
-    let (mut keys, mut farthest) = (0, 0);
+    let mut keys = 0;
+    let mut turners = Vec::with_capacity(sequences.len());
     for (index, sequence) in sequences.iter().enumerate() {
         let rows = sequence.rows.len();
         blocks.extend((0..rows).step_by(per_block).map(|start| (index, start..rows.min(start + per_block))));
         keys += rows * (sequence.own.len() + sequence.spans.iter().map(|s| s.range.len()).sum::<usize>());
         let origins = sequence.spans.iter().map(|s| s.origin).chain([0]);
         let (low, high) = origins.fold((0, 0), |(low, high), o| (o.min(low), o.max(high)));
-        for p in sequence.positions {
-            farthest = farthest.max((p - low).unsigned_abs()).max((p - high).unsigned_abs());
-        }
+        let distances = sequence.positions.at.iter().map(|p| (p - low).unsigned_abs().max((p - high).unsigned_abs()));
+        let farthest = distances.max().unwrap_or(0);
+        turners.push(rope.map(|rope| rope.turner(farthest, sequence.positions.ntk_alpha)));
     }
-    let pass =
-        Pass { isa, shape, group, q, turner: rope.map(|r| r.turner(farthest)), out: Shared::new(out.data_mut()) };
+    let pass = Pass { isa, shape, group, q, out: Shared::new(out.data_mut()) };
     let flops = 2 * keys * heads * (kv.d_k + kv.d_v);
     pool.run(blocks.len() * kv.heads, flops, |task| {
         let (index, rows) = &blocks[task / kv.heads];
-        SCRATCH.with_borrow_mut(|scratch| pass.block(&sequences[*index], rows.clone(), task % kv.heads, scratch));
+        let (sequence, turner) = (&sequences[*index], turners[*index].as_ref());
+        SCRATCH.with_borrow_mut(|scratch| pass.block(sequence, turner, rows.clone(), task % kv.heads, scratch));
     });
 }
 
@@ -84,7 +85,7 @@ fn check(shape: &AttentionShape, rope: Option<&CpuRope>, q: Cols<'_, Cpu>, seque
             s.rows,
             q.mat.rows()
         );
-        assert_eq!(s.positions.len(), s.rows.len(), "attention takes one position per row");
+        assert_eq!(s.positions.at.len(), s.rows.len(), "attention takes one position per row");
         assert!(s.own.len() >= s.rows.len(), "attention before the rows' own keys are appended");
         assert_eq!(dims(s.own), stored, "own keys and values in attention");
         for span in &s.spans {
@@ -131,8 +132,15 @@ struct Pass<'a> {
     /// Query heads of a key/value head.
     group: usize,
     q: Cols<'a, Cpu>,
-    turner: Option<Turner<'a>>,
     out: Shared<'a, f32>,
+}
+
+/// How the queries of a task are turned.
+struct Queries<'a> {
+    turner: Option<&'a Turner<'a>>,
+    positions: &'a [i64],
+    /// What the turned ones are turned for: an origin.
+    turned_for: Option<i64>,
 }
 
 /// Keys of a store, as some of a task's rows see them.
@@ -146,8 +154,15 @@ struct Keys {
 }
 
 impl Pass<'_> {
-    /// `rows` of a sequence for the query heads of `kv_head`.
-    fn block(&self, sequence: &AttentionRows<'_, Cpu>, rows: Range<usize>, kv_head: usize, scratch: &mut Scratch) {
+    /// `rows` of a sequence, turned by `turner`, for the query heads of `kv_head`.
+    fn block(
+        &self,
+        sequence: &AttentionRows<'_, Cpu>,
+        turner: Option<&Turner<'_>>,
+        rows: Range<usize>,
+        kv_head: usize,
+        scratch: &mut Scratch,
+    ) {
         let AttentionShape { heads, kv, scale } = self.shape;
         let pairs = rows.len() * self.group;
         let first_head = kv_head * self.group;
@@ -169,18 +184,17 @@ impl Pass<'_> {
         }
         scratch.scores.resize(scratch.scores.len().max(pairs * SCORE_COLS), 0.0);
 
-        let positions = &sequence.positions[rows.clone()];
-        let mut turned_for = None;
+        let mut queries = Queries { turner, positions: &sequence.positions.at[rows.clone()], turned_for: None };
         for span in &sequence.spans {
             let from_row = span.from_row.saturating_sub(rows.start);
             if from_row >= rows.len() || span.range.is_empty() {
                 continue;
             }
-            self.turn(positions, span.origin, &mut turned_for, scratch);
+            self.turn(&mut queries, span.origin, scratch);
             let keys = Keys { range: span.range.clone(), from_row, seen: span.range.len() };
             self.fold_store(span.kv, kv_head, keys, scratch);
         }
-        self.turn(positions, 0, &mut turned_for, scratch);
+        self.turn(&mut queries, 0, scratch);
         let seen = sequence.own.len() - sequence.rows.len() + rows.start + 1;
         let keys = Keys { range: 0..seen + rows.len() - 1, from_row: 0, seen };
         self.fold_store(sequence.own, kv_head, keys, scratch);
@@ -199,16 +213,14 @@ impl Pass<'_> {
     }
 
     /// Turn the queries for keys whose position 0 is at `origin`, unless they are.
-    fn turn(&self, positions: &[i64], origin: i64, turned_for: &mut Option<i64>, scratch: &mut Scratch) {
-        if *turned_for == Some(origin) {
-            return;
-        }
-        if self.turner.is_none() && turned_for.is_some() {
+    fn turn(&self, queries: &mut Queries<'_>, origin: i64, scratch: &mut Scratch) {
+        let Queries { turner, positions, turned_for } = queries;
+        if *turned_for == Some(origin) || (turner.is_none() && turned_for.is_some()) {
             return;
         }
         scratch.turned.clear();
         scratch.turned.extend_from_slice(&scratch.q);
-        if let Some(turner) = &self.turner {
+        if let Some(turner) = turner {
             let d_k = self.shape.kv.d_k;
             for (position, heads) in positions.iter().zip(scratch.turned.chunks_exact_mut(self.group * d_k)) {
                 turner.turn(self.isa, position - origin, d_k, heads);

@@ -2,9 +2,10 @@
 
 use super::linear::{self, CpuLinear, Input, Output, PANEL, TASK_ROWS, TASKS_PER_THREAD};
 use super::pool::{Pool, Shared};
+use super::rope::Turner;
 use super::rows::each_row;
 use super::{CpuRope, CpuTensor, Isa};
-use crate::{DeviceTensor, HeadCols};
+use crate::{DeviceTensor, HeadCols, Positions};
 
 /// About how many operations a copy costs an element.
 const COPY_FLOPS: usize = 2;
@@ -47,7 +48,7 @@ pub(super) fn copy(
     });
 }
 
-/// Rotate `heads` heads of `d` columns from `col` on, row i at `positions[i]`.
+/// Rotate `heads` heads of `d` columns from `col` on; `positions` has those of all rows, sequence behind sequence.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn rotate(
     isa: Isa,
@@ -56,19 +57,23 @@ pub(super) fn rotate(
     col: usize,
     heads: usize,
     d: usize,
-    positions: &[i64],
+    positions: &[Positions<'_>],
     rope: &CpuRope,
 ) {
     check("rotate", "x", x, HeadCols { col, stride: d }, heads, d);
-    assert_eq!(positions.len(), x.rows(), "rotate takes one position per row");
+    let given: usize = positions.iter().map(|p| p.at.len()).sum();
+    assert_eq!(given, x.rows(), "rotate takes one position per row");
     assert!(rope.needs() <= d, "rotate with rotary dimensions up to {} of {d}", rope.needs());
     if heads * d == 0 {
         return;
     }
-    let turner = rope.turner(positions.iter().map(|p| p.unsigned_abs()).max().unwrap_or(0));
+    let turners: Vec<Turner<'_>> = positions.iter().map(|&p| rope.turner_for(p)).collect();
+    let rows = turners.iter().zip(positions).flat_map(|(turner, p)| p.at.iter().map(move |&at| (turner, at)));
+    let rows: Vec<(&Turner<'_>, i64)> = rows.collect();
     let cols = x.cols();
     each_row(pool, x.data_mut(), cols, ROTATE_FLOPS, |row, x| {
-        turner.turn(isa, positions[row], d, &mut x[col..col + heads * d]);
+        let (turner, position) = rows[row];
+        turner.turn(isa, position, d, &mut x[col..col + heads * d]);
     });
 }
 

@@ -12,7 +12,7 @@ use hypic_state::{DType, HostKv, HostTensor, Stored};
 
 use super::matmul::{Element, GROUP};
 use super::{Cpu, CpuRope, Isa};
-use crate::{Cols, DeviceTensor, KvShape};
+use crate::{Cols, DeviceTensor, KvShape, Positions};
 
 /// Tokens whose keys lie together in the CPU backend: K of an entry takes whole blocks.
 pub const KEY_BLOCK: usize = GROUP;
@@ -78,11 +78,11 @@ impl CpuKv {
         rows: Range<usize>,
         k: Cols<'_, Cpu>,
         v: Option<Cols<'_, Cpu>>,
-        positions: &[i64],
+        positions: Positions<'_>,
         rope: Option<&CpuRope>,
     ) {
         let KvShape { heads, d_k, d_v, shared, .. } = self.shape;
-        assert_eq!(positions.len(), rows.len(), "kv_append takes one position per row");
+        assert_eq!(positions.at.len(), rows.len(), "kv_append takes one position per row");
         assert_eq!(v.is_none(), shared, "kv_append takes values if and only if they are not shared");
         for (name, cols, width) in [("k", Some(k), heads * d_k), ("v", v, heads * d_v)] {
             let Some(cols) = cols else { continue };
@@ -93,8 +93,7 @@ impl CpuKv {
         if let Some(rope) = rope {
             assert!(rope.needs() <= d_k, "kv_append with rotary dimensions up to {} of {d_k}", rope.needs());
         }
-        let farthest = positions.iter().map(|p| p.unsigned_abs()).max().unwrap_or(0);
-        let turner = rope.map(|r| r.turner(farthest));
+        let turner = rope.map(|r| r.turner_for(positions));
         let mut turned = Vec::with_capacity(heads * d_k);
         self.grow(rows.len());
         let first = self.len - rows.len();
@@ -103,7 +102,7 @@ impl CpuKv {
             turned.extend_from_slice(&k.mat.data()[row * k.mat.cols() + k.col..][..heads * d_k]);
             if let Some(turner) = &turner {
                 // Elementwise, so the same bits on all.
-                turner.turn(Isa::Portable, positions[i], d_k, &mut turned);
+                turner.turn(Isa::Portable, positions.at[i], d_k, &mut turned);
             }
             let v = v.map_or(&[][..], |v| &v.mat.data()[row * v.mat.cols() + v.col..][..heads * d_v]);
             self.put(first + i, &turned, v);

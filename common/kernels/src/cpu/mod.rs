@@ -25,7 +25,7 @@ use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
 
 use crate::{
     Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, Expert, Fold, Form, GatedNorm, HeadCols,
-    KvShape, RopeSpec, RouteSpec, ScanInputs, ScanShape,
+    KvShape, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape,
 };
 
 pub use experts::CpuRouting;
@@ -174,7 +174,15 @@ impl Backend for Cpu {
         heads::linear(self.isa, &self.pool, ws, x, at_x, out, at_out);
     }
 
-    fn rotate(&self, x: &mut CpuTensor, col: usize, heads: usize, d: usize, positions: &[i64], rope: &CpuRope) {
+    fn rotate(
+        &self,
+        x: &mut CpuTensor,
+        col: usize,
+        heads: usize,
+        d: usize,
+        positions: &[Positions<'_>],
+        rope: &CpuRope,
+    ) {
         heads::rotate(self.isa, &self.pool, x, col, heads, d, positions, rope);
     }
 
@@ -239,7 +247,7 @@ impl Backend for Cpu {
         rows: Range<usize>,
         k: Cols<'_, Self>,
         v: Option<Cols<'_, Self>>,
-        positions: &[i64],
+        positions: Positions<'_>,
         rope: Option<&CpuRope>,
     ) {
         kv.append(rows, k, v, positions, rope);

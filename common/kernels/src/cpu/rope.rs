@@ -1,12 +1,13 @@
 //! Rotary embedding: cosines and sines by distance, and the rotation of head vectors.
 //!
 //! Angles are computed in f64 from exact integer positions. The table covers the distances that were asked
-//! for and grows up to a bound; angles beyond it are computed when they are used.
+//! for and grows up to a bound; angles beyond it, and those of a stretched embedding, are computed when they are used.
 
+use std::borrow::Cow;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::{Isa, math};
-use crate::RopeSpec;
+use crate::{Positions, RopeSpec};
 
 /// Positions of the smallest table.
 const TABLE_START: usize = 1 << 10;
@@ -34,14 +35,22 @@ impl CpuRope {
         self.spec.offset + 2 * self.spec.inv_freq.len()
     }
 
-    /// What turns vectors; quick for distances up to `farthest` either way.
-    pub(super) fn turner(&self, farthest: u64) -> Turner<'_> {
+    /// What turns vectors by these positions.
+    pub(super) fn turner_for(&self, positions: Positions<'_>) -> Turner<'_> {
+        self.turner(positions.at.iter().map(|p| p.unsigned_abs()).max().unwrap_or(0), positions.ntk_alpha)
+    }
+
+    /// What turns vectors, stretched by `ntk_alpha`; quick for distances up to `farthest` either way if that is 1.
+    pub(super) fn turner(&self, farthest: u64, ntk_alpha: f64) -> Turner<'_> {
+        if ntk_alpha != 1.0 {
+            return Turner { spec: Cow::Owned(self.spec.ntk(ntk_alpha)), table: Arc::default() };
+        }
         let pairs = self.spec.inv_freq.len();
         let want = usize::try_from(farthest).unwrap_or(usize::MAX).saturating_add(1).min(TABLE_END);
         // A poisoned lock still guards a whole table: it is replaced at once.
         let table = Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner));
         if table.len() >= want * 2 * pairs {
-            return Turner { spec: &self.spec, table };
+            return Turner { spec: Cow::Borrowed(&self.spec), table };
         }
         let mut slot = self.table.write().unwrap_or_else(PoisonError::into_inner);
         let have = slot.len() / (2 * pairs);
@@ -55,7 +64,7 @@ impl CpuRope {
             }
             *slot = Arc::new(grown);
         }
-        Turner { spec: &self.spec, table: Arc::clone(&slot) }
+        Turner { spec: Cow::Borrowed(&self.spec), table: Arc::clone(&slot) }
     }
 }
 
@@ -71,14 +80,14 @@ fn angles(spec: &RopeSpec, position: f64, to: &mut [f32]) {
 
 /// Turns vectors.
 pub(super) struct Turner<'a> {
-    spec: &'a RopeSpec,
+    spec: Cow<'a, RopeSpec>,
     table: Arc<Vec<f32>>,
 }
 
 impl Turner<'_> {
     /// Turn each of `heads`, `width` numbers long, by `position`.
     pub fn turn(&self, isa: Isa, position: i64, width: usize, heads: &mut [f32]) {
-        let RopeSpec { offset, inv_freq, interleaved, .. } = self.spec;
+        let RopeSpec { offset, inv_freq, interleaved, .. } = &*self.spec;
         let per_position = 2 * inv_freq.len();
         let distance = position.unsigned_abs();
         let computed;
@@ -89,7 +98,7 @@ impl Turner<'_> {
             Some(row) => row,
             None => {
                 let mut row = vec![0.0; per_position];
-                angles(self.spec, distance as f64, &mut row);
+                angles(&self.spec, distance as f64, &mut row);
                 computed = row;
                 &computed[..]
             }
@@ -146,7 +155,7 @@ mod tests {
                 for position in [0, 1, -1, 77, -1023, 1024, -5000, 131_071, 131_072, -3_000_000, 1 << 40] {
                     let before: Vec<f32> = (0..32).map(|i| (i as f32 * 0.7).sin()).collect();
                     let mut got = before.clone();
-                    rope.turner(100).turn(isa, position, 16, &mut got);
+                    rope.turner(100, 1.0).turn(isa, position, 16, &mut got);
                     for head in 0..2 {
                         let (x, y) = (&before[head * 16..], &got[head * 16..]);
                         let mut want: Vec<f64> = x[..16].iter().map(|x| f64::from(*x)).collect();
@@ -172,8 +181,8 @@ mod tests {
         let (small, large) = (CpuRope::new(&spec), CpuRope::new(&spec));
         for position in [0i64, 900, -1500, 40_000] {
             let (mut x, mut y) = (vec![0.3; 13], vec![0.3; 13]);
-            small.turner(0).turn(Isa::best(), position, 13, &mut x);
-            large.turner(position.unsigned_abs()).turn(Isa::best(), position, 13, &mut y);
+            small.turner(0, 1.0).turn(Isa::best(), position, 13, &mut x);
+            large.turner(position.unsigned_abs(), 1.0).turn(Isa::best(), position, 13, &mut y);
             assert_eq!(x, y);
         }
     }

@@ -20,10 +20,11 @@ pub(super) fn attention<R: Real>(
     out.resize(&[rows, heads * kv.d_v]);
     for sequence in sequences {
         check_sequence(shape, sequence, rows);
+        let rope = rope.map(|rope| rope.ntk(sequence.positions.ntk_alpha));
         for (index, row) in sequence.rows.clone().enumerate() {
             for head in 0..heads {
                 let query = &q.row(row)[head * kv.d_k..(head + 1) * kv.d_k];
-                let (scores, values) = visible(shape, rope, query, head, sequence, index);
+                let (scores, values) = visible(shape, rope.as_ref(), query, head, sequence, index);
                 let o = &mut out.row_mut(row)[head * kv.d_v..(head + 1) * kv.d_v];
                 weigh(&scores, &values, o);
             }
@@ -35,7 +36,7 @@ fn check_sequence<R: Real>(shape: AttentionShape, sequence: &AttentionRows<'_, R
     const OP: &str = "attention";
     let AttentionRows { rows: range, positions, spans, own } = sequence;
     check::range(OP, "rows", range, rows);
-    assert_eq!(positions.len(), range.len(), "{OP}: {} positions for rows {range:?}", positions.len());
+    assert_eq!(positions.at.len(), range.len(), "{OP}: {} positions for rows {range:?}", positions.at.len());
     let stored = shape.kv.stored();
     assert_eq!(own.shape, stored, "{OP}: own K/V are {:?}, the layer's {:?}", own.shape, shape.kv);
     assert!(own.len() >= range.len(), "{OP}: {} own tokens for rows {range:?}: append them first", own.len());
@@ -56,7 +57,7 @@ fn visible<'a, R: Real>(
 ) -> (Vec<R>, Vec<&'a [R]>) {
     let kv_head = head / (shape.heads / shape.kv.heads);
     let scale = R::from_f64(f64::from(shape.scale));
-    let position = sequence.positions[index];
+    let position = sequence.positions.at[index];
     let (mut scores, mut values) = (Vec::new(), Vec::new());
     let mut see = |kv: &'a RefKv<R>, range: std::ops::Range<usize>, origin: i64| {
         let mut query = query.to_vec();

@@ -8,7 +8,7 @@ use hypic_state::{DType, HostKv, HostTensor, Stored};
 
 use super::real::Real;
 use super::{Columns, check};
-use crate::{KvShape, RopeSpec};
+use crate::{KvShape, Positions, RopeSpec};
 
 /// Keys and values, a row a token, their values rounded to the store's dtype.
 #[derive(Clone, Debug)]
@@ -45,7 +45,7 @@ impl<R: Real> RefKv<R> {
         rows: Range<usize>,
         k: Columns<'_, R>,
         v: Option<Columns<'_, R>>,
-        positions: &[i64],
+        positions: Positions<'_>,
         rope: Option<&RefRope<R>>,
     ) {
         check::range("kv_append", "rows of k", &rows, k.mat.shape[0]);
@@ -53,12 +53,14 @@ impl<R: Real> RefKv<R> {
             check::range("kv_append", "rows of v", &rows, v.mat.shape[0]);
         }
         assert_eq!(v.is_none(), self.shape.shared, "kv_append: values are given if and only if they are not shared");
-        assert_eq!(positions.len(), rows.len(), "kv_append: {} positions for rows {rows:?}", positions.len());
+        let Positions { at, ntk_alpha } = positions;
+        assert_eq!(at.len(), rows.len(), "kv_append: {} positions for rows {rows:?}", at.len());
+        let rope = rope.map(|rope| rope.ntk(ntk_alpha));
         let KvShape { d_k, dtype, .. } = self.shape;
-        for (row, &position) in rows.zip(positions) {
+        for (row, &position) in rows.zip(at) {
             for key in k.row(row).chunks(d_k) {
                 let mut key = key.to_vec();
-                if let Some(rope) = rope {
+                if let Some(rope) = &rope {
                     rope.rotate(&mut key, position);
                 }
                 self.k.extend(key.into_iter().map(|x| x.round_to(dtype)));
@@ -128,6 +130,11 @@ pub struct RefRope<R> {
 impl<R: Real> RefRope<R> {
     pub(super) fn new(spec: &RopeSpec) -> Self {
         RefRope { spec: spec.clone(), working: PhantomData }
+    }
+
+    /// The same, stretched: see [`RopeSpec::ntk`].
+    pub(super) fn ntk(&self, alpha: f64) -> Self {
+        RefRope::new(&self.spec.ntk(alpha))
     }
 
     /// A head of `d` numbers must have the dimensions that turn.

@@ -22,7 +22,7 @@ use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
 
 use crate::{
     Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, DeviceTensor, Expert, Fold, Form, GatedNorm,
-    HeadCols, KvShape, RopeSpec, RouteSpec, ScanInputs, ScanShape,
+    HeadCols, KvShape, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape,
 };
 
 pub use experts::RefRouting;
@@ -169,7 +169,15 @@ impl<R: Real> Backend for Reference<R> {
         linear::head_linear(ws, x, at_x, out, at_out);
     }
 
-    fn rotate(&self, x: &mut RefTensor<R>, col: usize, heads: usize, d: usize, positions: &[i64], rope: &RefRope<R>) {
+    fn rotate(
+        &self,
+        x: &mut RefTensor<R>,
+        col: usize,
+        heads: usize,
+        d: usize,
+        positions: &[Positions<'_>],
+        rope: &RefRope<R>,
+    ) {
         rows::rotate(x, col, heads, d, positions, rope);
     }
 
@@ -249,7 +257,7 @@ impl<R: Real> Backend for Reference<R> {
         rows: Range<usize>,
         k: Cols<'_, Self>,
         v: Option<Cols<'_, Self>>,
-        positions: &[i64],
+        positions: Positions<'_>,
         rope: Option<&RefRope<R>>,
     ) {
         let k = check::cols("kv_append", "k", k, kv.shape.heads * kv.shape.d_k);

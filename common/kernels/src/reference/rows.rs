@@ -6,7 +6,7 @@ use super::kv::RefRope;
 use super::real::Real;
 use super::tensor::RefTensor;
 use super::{Columns, check};
-use crate::{Activation, DeviceTensor, GatedNorm, HeadCols};
+use crate::{Activation, DeviceTensor, GatedNorm, HeadCols, Positions};
 
 fn activated<R: Real>(activation: Activation, x: R) -> R {
     match activation {
@@ -128,16 +128,22 @@ pub(super) fn rotate<R: Real>(
     col: usize,
     heads: usize,
     d: usize,
-    positions: &[i64],
+    positions: &[Positions<'_>],
     rope: &RefRope<R>,
 ) {
     let (rows, _) = check::matrix("rotate", "x", x);
     check::heads("rotate", "x", x, HeadCols { col, stride: d }, heads, d);
-    assert_eq!(positions.len(), rows, "rotate: {} positions for {rows} rows", positions.len());
+    let given: usize = positions.iter().map(|p| p.at.len()).sum();
+    assert_eq!(given, rows, "rotate: {given} positions for {rows} rows");
     rope.check("rotate", d);
-    for (i, &position) in positions.iter().enumerate() {
-        for h in 0..heads {
-            rope.rotate(&mut x.row_mut(i)[col + h * d..][..d], position);
+    let mut row = 0;
+    for of_sequence in positions {
+        let rope = rope.ntk(of_sequence.ntk_alpha);
+        for &position in of_sequence.at {
+            for h in 0..heads {
+                rope.rotate(&mut x.row_mut(row)[col + h * d..][..d], position);
+            }
+            row += 1;
         }
     }
 }

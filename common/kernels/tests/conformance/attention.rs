@@ -1,6 +1,6 @@
 //! Attention over spans: visibility, per-span turning of queries, grouped heads, block edges.
 
-use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, GRID, KvShape, RopeSpec, Span};
+use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, GRID, KvShape, Positions, RopeSpec, Span};
 use hypic_state::{DType, HostKv, HostTensor};
 
 use crate::attention_case::{Case, Sequence, SpanCase, queries, random_shape, rope_spec, run, simple, store};
@@ -43,7 +43,8 @@ pub fn attention_matches<B: Backend>(b: &B) {
                     from_row,
                 });
             }
-            sequences.push(Sequence { rows, positions, spans, earlier });
+            let ntk_alpha = rng.pick(&[1.0, 1.0, 4.5]);
+            sequences.push(Sequence { rows, positions, ntk_alpha, spans, earlier });
         }
         let rows = next + rng.below(3);
         let (q, q_col) = queries(&mut rng, shape, rows);
@@ -203,6 +204,7 @@ pub fn attention_rows_are_independent<B: Backend>(b: &B) {
         case.sequences.push(Sequence {
             rows: end - start..end - start + other_rows,
             positions: (0..other_rows as i64).collect(),
+            ntk_alpha: 2.0,
             spans: Vec::new(),
             earlier: 70 - other_rows,
         });
@@ -234,7 +236,7 @@ pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
             let positions: Vec<i64> = (first..).take(k.shape()[0]).collect();
             let (k, v) = (b.upload(k), b.upload(v));
             let v = (!kv.shared).then(|| Cols::new(&v, 0));
-            b.kv_append(store, 0..positions.len(), Cols::new(&k, 0), v, &positions, rope.as_ref());
+            b.kv_append(store, 0..positions.len(), Cols::new(&k, 0), v, Positions::plain(&positions), rope.as_ref());
         };
         let (mut entry, mut own, mut all) = (b.kv(kv), b.kv(kv), b.kv(kv));
         append(&mut entry, &k, &v, 0);
@@ -244,7 +246,7 @@ pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
         }
         let positions: Vec<i64> = (first..first + rows as i64).collect();
         let attend = |spans: Vec<Span<'_, B>>, own: &B::Kv| {
-            let rows = [AttentionRows { rows: 0..rows, positions: &positions, spans, own }];
+            let rows = [AttentionRows { rows: 0..rows, positions: Positions::plain(&positions), spans, own }];
             let mut out = dirty(b);
             b.attention(shape, rope.as_ref(), Cols::new(&q, 0), &rows, &mut out);
             values(b, &out)

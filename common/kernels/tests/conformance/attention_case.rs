@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, DeviceTensor, KvShape, RopeSpec, Span};
+use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, DeviceTensor, KvShape, Positions, RopeSpec, Span};
 use hypic_state::{DType, HostKv, HostTensor};
 
 use crate::support::{Rng, dirty, values};
@@ -19,6 +19,7 @@ pub struct SpanCase {
 pub struct Sequence {
     pub rows: Range<usize>,
     pub positions: Vec<i64>,
+    pub ntk_alpha: f64,
     pub spans: Vec<SpanCase>,
     /// Tokens of `own` before this batch's.
     pub earlier: usize,
@@ -51,7 +52,7 @@ pub fn run<B: Backend>(b: &B, case: &Case) -> Vec<Vec<f64>> {
         };
         sequences.push(AttentionRows {
             rows: sequence.rows.clone(),
-            positions: &sequence.positions,
+            positions: Positions { at: &sequence.positions, ntk_alpha: sequence.ntk_alpha },
             spans: sequence.spans.iter().map(span).collect(),
             own,
         });
@@ -110,6 +111,6 @@ pub fn simple(rng: &mut Rng, shape: AttentionShape, rows: usize, earlier: usize,
         q_col,
         stores: Vec::new(),
         own: vec![store(rng, shape.kv, earlier + rows)],
-        sequences: vec![Sequence { rows: 0..rows, positions, spans: Vec::new(), earlier }],
+        sequences: vec![Sequence { rows: 0..rows, positions, ntk_alpha: 1.0, spans: Vec::new(), earlier }],
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use hypic_kernels::{Backend, HeadCols, RopeSpec};
+use hypic_kernels::{Backend, HeadCols, Positions, RopeSpec};
 use hypic_state::{DType, HostTensor};
 
 use crate::attention_case::rope_spec;
@@ -102,12 +102,42 @@ fn rotated<B: Backend>(
     col: usize,
     heads: usize,
     d: usize,
-    positions: &[i64],
+    positions: &[Positions<'_>],
     spec: &RopeSpec,
 ) -> Vec<f64> {
     let mut x = b.upload(x);
     b.rotate(&mut x, col, heads, d, positions, &b.rope(spec));
     values(b, &x)
+}
+
+/// Rows cut into three sequences, one of them stretched.
+fn three(positions: &[i64]) -> [Positions<'_>; 3] {
+    let (first, rest) = positions.split_at(positions.len() / 3);
+    let (second, third) = rest.split_at(rest.len() / 2);
+    [Positions::plain(first), Positions { at: second, ntk_alpha: 2.75 }, Positions::plain(third)]
+}
+
+/// A stretched embedding is the one of a larger base: `base * alpha^(d / (d - 2))`.
+pub fn stretched_rotations_have_a_larger_base<B: Backend>(b: &B) {
+    for (pairs, alpha) in [(1, 3f64), (2, 1.5), (8, 3.0), (32, 40.0)] {
+        let mut rng = Rng::new(5250 + pairs as u64);
+        let (rows, width) = (9, 2 * pairs);
+        let of_base = |base: f64| RopeSpec {
+            offset: 0,
+            inv_freq: (0..pairs).map(|i| base.powf(-2.0 * i as f64 / width as f64)).collect(),
+            interleaved: pairs == 8,
+            scale: 1.5,
+        };
+        let larger = if pairs == 1 { 1e4 } else { 1e4 * alpha.powf(width as f64 / (width as f64 - 2.0)) };
+        let x = rng.tensor(&[rows, 2 * width], 1.0);
+        let at: Vec<i64> = (0..rows).map(|_| rng.below(100_000) as i64).collect();
+        let stretched = [Positions { at: &at, ntk_alpha: alpha }];
+        let got = rotated(b, &x, 0, 2, width, &stretched, &of_base(1e4));
+        let want = rotated(b, &x, 0, 2, width, &[Positions::plain(&at)], &of_base(larger));
+        // The frequencies are the same but for their last bits, which grow with the distance.
+        close(&format!("{} rotate stretched {alpha}", b.kernel_set()), &got, &want, 1e-6);
+        assert!(pairs == 1 || got != rotated(b, &x, 0, 2, width, &[Positions::plain(&at)], &of_base(1e4)));
+    }
 }
 
 pub fn rotations_match<B: Backend>(b: &B) {
@@ -121,6 +151,7 @@ pub fn rotations_match<B: Backend>(b: &B) {
             let x = rng.tensor(&[rows, col + heads * d + behind], 1.0);
             let positions: Vec<i64> = (0..rows).map(|_| rng.below(300_000) as i64 - 1000).collect();
             let label = format!("{} rotate seed={seed} rows={rows} {heads} of {d} at {col} {spec:?}", b.kernel_set());
+            let positions = three(&positions);
             let got = rotated(b, &x, col, heads, d, &positions, &spec);
             close(&label, &got, &rotated(&r, &x, col, heads, d, &positions, &spec), TOLERANCE);
             let cols = x.shape()[1];
@@ -140,7 +171,7 @@ pub fn quarter_turns_are_as_written<B: Backend>(b: &B) {
     for (interleaved, want) in [(false, [9.0, -3.0, -4.0, 1.0, 2.0, 9.0]), (true, [9.0, -2.0, 1.0, -4.0, 3.0, 9.0])] {
         let quarter = std::f64::consts::FRAC_PI_2;
         let spec = RopeSpec { offset: 1, inv_freq: vec![quarter, 5.0 * quarter], interleaved, scale: 2.0 };
-        let got = rotated(b, &x, 0, 1, 6, &[1], &spec);
+        let got = rotated(b, &x, 0, 1, 6, &[Positions::plain(&[1])], &spec);
         let scaled: Vec<f64> = want.iter().map(|x| if *x == 9.0 { *x } else { 2.0 * x }).collect();
         close(&format!("{} quarter turn {interleaved}", b.kernel_set()), &got, &scaled, 1e-6);
     }
@@ -156,7 +187,7 @@ pub fn head_rows_are_independent<B: Backend>(b: &B) {
         let spec = RopeSpec { offset: 0, inv_freq: vec![0.3; k / 2], interleaved: seed % 2 == 0, scale: 1.0 };
         let turn = |rows: Range<usize>| {
             let at = case.at_x.col;
-            rotated(b, &slice_rows(&case.x, rows.clone()), at, 1, k, &positions[rows], &spec)
+            rotated(b, &slice_rows(&case.x, rows.clone()), at, 1, k, &[Positions::plain(&positions[rows])], &spec)
         };
         let same = |op: &str, part: Vec<f64>, whole: &[f64], rows: Range<usize>| {
             let width = whole.len() / 71;

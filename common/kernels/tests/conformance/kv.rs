@@ -1,6 +1,6 @@
 //! Stores of keys and values, and transfers.
 
-use hypic_kernels::{Backend, Cols, DeviceTensor, KvShape};
+use hypic_kernels::{Backend, Cols, DeviceTensor, KvShape, Positions};
 use hypic_state::{DType, HostKv, HostTensor, Stored};
 
 use crate::attention_case::rope_spec;
@@ -31,8 +31,9 @@ pub fn append_matches<B: Backend>(b: &B) {
             let positions: Vec<i64> = (0..rows).map(|_| rng.below(200_000) as i64 - 1000).collect();
             let label = format!("{} kv_append {shape:?} {spec:?}", b.kernel_set());
 
-            let got = appended(b, shape, &spec, (&k, k_col), (&v, v_col), &positions);
-            let want = appended(&r, shape, &spec, (&k, k_col), (&v, v_col), &positions);
+            let positions = Positions { at: &positions, ntk_alpha: rng.pick(&[1.0, 1.0, 1.8]) };
+            let got = appended(b, shape, &spec, (&k, k_col), (&v, v_col), positions);
+            let want = appended(&r, shape, &spec, (&k, k_col), (&v, v_col), positions);
             assert_eq!(got.k.shape(), want.k.shape(), "{label}");
             // A rotated key may fall on the other side of a rounding edge.
             let ulp = if dtype == DType::Bf16 { 1.0 / 128.0 } else { 2e-6 };
@@ -52,14 +53,15 @@ fn appended<B: Backend>(
     spec: &Option<hypic_kernels::RopeSpec>,
     k: (&HostTensor, usize),
     v: (&HostTensor, usize),
-    positions: &[i64],
+    positions: Positions<'_>,
 ) -> HostKv {
     let rope = spec.as_ref().map(|s| b.rope(s));
     let (k_mat, v_mat) = (b.upload(k.0), b.upload(v.0));
     let (k, v) = (Cols::new(&k_mat, k.1), (!shape.shared).then(|| Cols::new(&v_mat, v.1)));
     let mut kv = b.kv(shape);
-    for rows in [0..33, 33..33, 33..positions.len()] {
-        b.kv_append(&mut kv, rows.clone(), k, v, &positions[rows.clone()], rope.as_ref());
+    for rows in [0..33, 33..33, 33..positions.at.len()] {
+        let positions = Positions { at: &positions.at[rows.clone()], ..positions };
+        b.kv_append(&mut kv, rows.clone(), k, v, positions, rope.as_ref());
         assert_eq!(b.kv_len(&kv), rows.end, "tokens after an append");
     }
     b.kv_download(&kv)
@@ -105,7 +107,14 @@ pub fn stores_keep_their_tokens<B: Backend>(b: &B) {
 
             let (k, v) = (rng.tensor(&[2, heads * d_k], 1.0), rng.tensor(&[2, heads * d_v], 1.0));
             let (k, v) = (b.upload(&k), b.upload(&v));
-            b.kv_append(&mut kv, 1..2, Cols::new(&k, 0), (!shared).then(|| Cols::new(&v, 0)), &[3], None);
+            b.kv_append(
+                &mut kv,
+                1..2,
+                Cols::new(&k, 0),
+                (!shared).then(|| Cols::new(&v, 0)),
+                Positions::plain(&[3]),
+                None,
+            );
             assert_eq!(b.kv_len(&kv), 71, "{label}: append after truncate");
             check("tokens before an append", &b.kv_copy(&kv, 0..70), &host, 0..70);
             let last = b.kv_download(&b.kv_copy(&kv, 70..71));

@@ -53,6 +53,7 @@ mod random {
         heads::copies_match,
         heads::head_linear_matches,
         heads::rotations_match,
+        heads::stretched_rotations_have_a_larger_base,
         experts::routes_match,
         experts::experts_match,
         conv::conv_matches,

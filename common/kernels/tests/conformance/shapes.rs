@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use hypic_kernels::{
     Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, ConvStep, Decay, Expert, Fold, GatedNorm,
-    HeadCols, KvShape, RopeSpec, RouteSpec, ScanInputs, ScanShape, Score, Step, Write,
+    HeadCols, KvShape, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape, Score, Step, Write,
 };
 use hypic_state::{DType, HostTensor};
 
@@ -62,9 +62,9 @@ fn refuse_all<B: Backend>(b: &B, refuses: impl Fn(&str, &mut dyn FnMut())) {
     refuses("head_linear", &mut || b.head_linear(&per_head, &heads, at(3, 3), &mut t(&[2, 8]), at(0, 4)));
     refuses("head_linear", &mut || b.head_linear(&per_head, &heads, at(0, 3), &mut t(&[2, 7]), at(0, 4)));
     let rope = b.rope(&RopeSpec { offset: 1, inv_freq: vec![1.0, 0.1], interleaved: false, scale: 1.0 });
-    refuses("rotate", &mut || b.rotate(&mut t(&[2, 8]), 1, 1, 8, &[0, 1], &rope));
-    refuses("rotate", &mut || b.rotate(&mut t(&[2, 8]), 0, 1, 8, &[0], &rope));
-    refuses("rotate", &mut || b.rotate(&mut t(&[2, 8]), 0, 2, 4, &[0, 1], &rope));
+    refuses("rotate", &mut || b.rotate(&mut t(&[2, 8]), 1, 1, 8, &[Positions::plain(&[0, 1])], &rope));
+    refuses("rotate", &mut || b.rotate(&mut t(&[2, 8]), 0, 1, 8, &[Positions::plain(&[0])], &rope));
+    refuses("rotate", &mut || b.rotate(&mut t(&[2, 8]), 0, 2, 4, &[Positions::plain(&[0, 1])], &rope));
 
     let spec = RouteSpec {
         experts: 4,
@@ -134,21 +134,23 @@ fn refuse_all<B: Backend>(b: &B, refuses: impl Fn(&str, &mut dyn FnMut())) {
     let rows = t(&[2, 4]);
     let whole = Cols::new(&rows, 0);
     refuses("kv_append", &mut || {
-        b.kv_append(&mut b.kv(kv), 0..2, Cols::new(&rows, 1), Some(whole), &[0, 1], None);
+        b.kv_append(&mut b.kv(kv), 0..2, Cols::new(&rows, 1), Some(whole), Positions::plain(&[0, 1]), None);
     });
-    refuses("kv_append", &mut || b.kv_append(&mut b.kv(kv), 0..2, whole, Some(whole), &[0], None));
-    refuses("kv_append", &mut || b.kv_append(&mut b.kv(kv), 0..2, whole, None, &[0, 1], None));
-    refuses("kv_append", &mut || b.kv_append(&mut b.kv(shared), 0..2, whole, Some(whole), &[0, 1], None));
+    refuses("kv_append", &mut || b.kv_append(&mut b.kv(kv), 0..2, whole, Some(whole), Positions::plain(&[0]), None));
+    refuses("kv_append", &mut || b.kv_append(&mut b.kv(kv), 0..2, whole, None, Positions::plain(&[0, 1]), None));
+    refuses("kv_append", &mut || {
+        b.kv_append(&mut b.kv(shared), 0..2, whole, Some(whole), Positions::plain(&[0, 1]), None)
+    });
     refuses("kv_copy", &mut || drop(b.kv_copy(&b.kv(kv), 0..1)));
     refuses("kv_truncate", &mut || b.kv_truncate(&mut b.kv(kv), 1));
     let mut attend = |kv: KvShape, own: &B::Kv| {
-        let sequence = AttentionRows { rows: 0..2, positions: &[0, 1], spans: Vec::new(), own };
+        let sequence = AttentionRows { rows: 0..2, positions: Positions::plain(&[0, 1]), spans: Vec::new(), own };
         b.attention(AttentionShape { heads: 1, kv, scale: 0.5 }, None, whole, &[sequence], &mut out);
     };
     // The rows' own tokens were not appended.
     refuses("attention", &mut || attend(kv, &b.kv(kv)));
     let mut own = b.kv(shared);
-    b.kv_append(&mut own, 0..2, whole, None, &[0, 1], None);
+    b.kv_append(&mut own, 0..2, whole, None, Positions::plain(&[0, 1]), None);
     refuses("attention", &mut || attend(kv, &own));
     refuses("attention", &mut || attend(KvShape { d_v: 5, ..shared }, &own));
 }

@@ -79,13 +79,12 @@ const ALIASES: [(&str, &str); 1] = [("BailingHybridForCausalLM", "BailingMoeV3Fo
 pub fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     let family = family_of(config)?;
     BlockScaled::of(config)?;
-    let spec = (family.describe)(config)?;
-    Ok(ModelSpec {
-        compose: compose_rule(config)?.unwrap_or(spec.compose),
-        // Entries of segments could not be used beyond: the frequencies would be those of another length.
-        max_positions: rope::dynamic_limit(config)?.map_or(spec.max_positions, |limit| limit.min(spec.max_positions)),
-        ..spec
-    })
+    let mut spec = (family.describe)(config)?;
+    spec.compose = compose_rule(config)?.unwrap_or(spec.compose);
+    if spec.ropes().next().is_some() {
+        (spec.dynamic, spec.max_positions) = rope::dynamic(config, spec.max_positions)?;
+    }
+    Ok(spec)
 }
 
 fn family_of(config: &Config) -> Result<&'static Family, ModelError> {

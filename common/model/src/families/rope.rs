@@ -7,12 +7,13 @@
 //!
 //! The formulas are those that transformers documents for its rope types: linear interpolation of positions (Chen et
 //! al., 2023), YaRN (Peng et al., 2023), the smoothed interpolation of Llama 3.1 (Meta, 2024), and dynamic NTK scaling,
-//! which up to the original maximum is the plain embedding.
+//! which up to the original maximum is the plain embedding and beyond it depends on the length ([`DynamicNtk`]).
 
 use std::f64::consts::{PI, TAU};
 
 use hypic_kernels::RopeSpec;
 
+use crate::spec::DynamicNtk;
 use crate::{Config, ModelError};
 
 /// What a family takes for parameters that the configuration does not name.
@@ -81,17 +82,21 @@ pub(super) fn softmax_factor(config: &Config) -> Result<f64, ModelError> {
     Ok(magnitude(factor, weight).powi(2))
 }
 
-/// The positions up to which dynamic NTK scaling is the plain embedding; `None` for other types. Beyond them the base
-/// depends on the length of the whole sequence, so that nothing that was computed for another length can be used again.
+/// Dynamic NTK scaling, if the type is that one, and the positions that the model then serves: `max_positions`, which it is
+/// said to serve, if the original maximum is named beside it; else that is the original one, and it serves `factor` times
+/// as many.
 ///
 /// # Errors
 /// As [`rope`].
-pub(super) fn dynamic_limit(config: &Config) -> Result<Option<usize>, ModelError> {
+pub(super) fn dynamic(config: &Config, max_positions: usize) -> Result<(Option<DynamicNtk>, usize), ModelError> {
     let places = Places::of(config)?;
     if places.kind != Kind::Dynamic {
-        return Ok(None);
+        return Ok((None, max_positions));
     }
-    Ok(places.original()?.or(places.longest()?).map(|n| n as usize))
+    let factor = places.required("factor", places.factor()?)?;
+    let original = places.original()?.map_or(max_positions, |n| n as usize);
+    let served = if original < max_positions { max_positions } else { (factor * original as f64) as usize };
+    Ok((Some(DynamicNtk { original, factor }), served.min(u32::MAX as usize)))
 }
 
 /// Types of scaling that are served.
@@ -175,9 +180,8 @@ impl Places {
         let theta = self.number(THETA, |n| n > 0.0, "must be above 0")?.unwrap_or(default_theta);
         let plain: Vec<f64> = (0..rotated / 2).map(|i| theta.powf(-2.0 * i as f64 / rotated as f64)).collect();
         let (inv_freq, scale) = match self.kind {
-            Kind::Plain => (plain, 1.0),
-            // Its factor counts beyond the original maximum alone.
-            Kind::Dynamic => (self.factor().map(|_| plain)?, 1.0),
+            // The factor of dynamic scaling counts beyond the original maximum alone.
+            Kind::Plain | Kind::Dynamic => (plain, 1.0),
             Kind::Linear => {
                 let factor = self.required("factor", self.factor()?)?;
                 (plain.into_iter().map(|f| f / factor).collect(), 1.0)

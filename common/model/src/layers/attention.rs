@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use hypic_kernels::{Activation, AttentionRows, AttentionShape, Backend, Cols, KvShape, Span};
+use hypic_kernels::{Activation, AttentionRows, AttentionShape, Backend, Cols, KvShape, Positions, Span};
 use hypic_state::DType;
 
 use super::weights::Packing;
@@ -27,7 +27,7 @@ pub(crate) struct Attention<B: Backend> {
 /// One sequence in an attention layer.
 pub(crate) struct AttentionSequence<'a, B: Backend> {
     /// Positions of its rows.
-    pub positions: &'a [i64],
+    pub positions: Positions<'a>,
     /// What rows see besides the store that they are appended to, in the order in which it came.
     pub seen: Vec<Seen<'a, B>>,
     /// Its rows, in order.
@@ -62,7 +62,7 @@ impl<B: Backend> AttentionSequence<'_, B> {
                 let spans = self.seen.iter().filter_map(|seen| self.span(backend, seen));
                 let spans = spans.filter(|span| span.from_row < behind);
                 let spans = spans.map(|span| Span { from_row: span.from_row.saturating_sub(first), ..span });
-                let positions = &self.positions[first..behind];
+                let positions = Positions { at: &self.positions.at[first..behind], ..self.positions };
                 attending.push(AttentionRows { rows: rows.clone(), positions, spans: spans.collect(), own });
             }
             first = behind;
@@ -146,11 +146,11 @@ pub(super) fn attend<B: Backend>(
     out: &mut B::Tensor,
 ) {
     for sequence in &mut sequences {
-        let mut positions = sequence.positions;
+        let Positions { mut at, ntk_alpha } = sequence.positions;
         for Stretch { rows, own } in sequence.stretches.iter_mut().filter(|stretch| !stretch.rows.is_empty()) {
-            let (now, later) = positions.split_at(rows.len());
-            backend.kv_append(own, rows.clone(), k, v, now, rope);
-            positions = later;
+            let (now, later) = at.split_at(rows.len());
+            backend.kv_append(own, rows.clone(), k, v, Positions { at: now, ntk_alpha }, rope);
+            at = later;
         }
     }
     let rows: Vec<AttentionRows<'_, B>> = sequences.iter().flat_map(|s| s.attending(backend)).collect();

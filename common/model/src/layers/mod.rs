@@ -23,7 +23,7 @@ pub(crate) use block::{Block, Sum};
 pub(crate) use experts::Experts;
 pub(crate) use latent::Latent;
 pub(crate) use mlp::Mlp;
-pub(crate) use recurrent::Recurrent;
+pub(crate) use recurrent::{Recurrent, Walks};
 pub(crate) use weights::{Loader, Norm};
 
 /// A token mixer.

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use hypic_kernels::{
-    Activation, Backend, ChannelGate, Cols, ConvFold, Decay, DeviceTensor, Fold, Form, GatedNorm, ScanInputs,
-    ScanShape, Write,
+    Activation, Backend, ChannelGate, Cols, ConvFold, Decay, DeviceTensor, Fold, Form, GatedNorm, Positions,
+    ScanInputs, ScanShape, Write,
 };
 use hypic_state::HostTensor;
 
@@ -14,6 +14,16 @@ use super::weights::{Packing, Projection};
 use super::{Loader, Norm, Scratch, Sum};
 use crate::ModelError;
 use crate::spec::{ChannelOrder, ConvSpec, DecaySpec, RecurrentSpec, WriteSpec};
+
+/// What all sequences of a pass do in a recurrent layer, in order.
+pub(crate) struct Walks<'a, B: Backend> {
+    /// Where their rows stand.
+    pub positions: Vec<Positions<'a>>,
+    /// Of the convolution's windows; empty where there is no convolution.
+    pub windows: Vec<ConvFold<'a, B>>,
+    /// Of the states.
+    pub states: Vec<Fold<'a, B>>,
+}
 
 /// Linear attention.
 pub(crate) struct Recurrent<B: Backend> {
@@ -113,25 +123,22 @@ impl<B: Backend> Recurrent<B> {
         })
     }
 
-    /// Add `out(gated norm of the read-outs)`, the folds walking every sequence's window and state. `windows` is empty
-    /// where there is no convolution; `positions` has one of every row.
-    #[expect(clippy::too_many_arguments, reason = "rows, buffers, states and sum are all of a layer's surroundings")]
+    /// Add `out(gated norm of the read-outs)`, walking every sequence's window and state.
     pub fn forward(
         &self,
         backend: &B,
         x: &B::Tensor,
         scratch: &mut Scratch<B>,
-        positions: &[i64],
-        windows: &mut [ConvFold<'_, B>],
-        states: &mut [Fold<'_, B>],
+        walks: Walks<'_, B>,
         mut sum: Sum<'_, B>,
     ) {
+        let Walks { positions, mut windows, mut states } = walks;
         let ScanShape { key_heads, d_k, .. } = self.shape;
         let Channels { q, k, v, width } = self.channels;
         let Scratch { projected, convolved, narrow, gate, decay, mixed, gated, .. } = scratch;
         backend.linear(&self.project, x, projected);
         if let Some(conv) = &self.conv {
-            backend.conv(Cols::new(projected, 0), &conv.weight, conv.bias.as_ref(), windows, convolved);
+            backend.conv(Cols::new(projected, 0), &conv.weight, conv.bias.as_ref(), &mut windows, convolved);
         } else if let Some(activation) = self.activation {
             backend.activate(projected, 0..width, activation);
         }
@@ -142,8 +149,8 @@ impl<B: Backend> Recurrent<B> {
             }
         }
         if let Some(rope) = &self.rope {
-            backend.rotate(channels, q, key_heads, d_k, positions, rope);
-            backend.rotate(channels, k, key_heads, d_k, positions, rope);
+            backend.rotate(channels, q, key_heads, d_k, &positions, rope);
+            backend.rotate(channels, k, key_heads, d_k, &positions, rope);
         }
         let channels = if self.conv.is_some() { &*convolved } else { &*projected };
         let inputs = ScanInputs {
@@ -160,7 +167,7 @@ impl<B: Backend> Recurrent<B> {
             },
             skip: self.skip.as_ref(),
         };
-        backend.scan(self.shape, inputs, states, mixed);
+        backend.scan(self.shape, inputs, &mut states, mixed);
         let gate = match &self.gate {
             Projection::Packed(col) => Cols::new(projected, *col),
             Projection::LowRank(low_rank) => {

@@ -18,14 +18,12 @@ use crate::Model;
 use crate::layers::{Feed, Mixer, Workspace};
 
 pub use types::{Capture, Item, Jump, Logits, PartSink, PassError, PassOutput, Progress, Sequence, SequenceOutput};
-use walk::{Walker, attention_sequences, emit_captured, end_walk, recurrent_folds, save_attention};
+use walk::{Walker, attention_sequences, emit_captured, end_walk, recurrent_walks, save_attention};
 
 /// A batch of sequences on its way through the layers.
 pub struct Pass<B: Backend> {
     walkers: Vec<Walker<B>>,
     ids: Vec<u32>,
-    /// Of every row.
-    positions: Vec<i64>,
     /// `[rows, hidden]`: the residual stream; `None` before the embedding.
     x: Option<B::Tensor>,
     layer: usize,
@@ -34,14 +32,13 @@ pub struct Pass<B: Backend> {
 impl<B: Backend> Pass<B> {
     /// A pass over these sequences.
     pub fn new(sequences: Vec<Sequence<B>>) -> Self {
-        let (mut ids, mut positions) = (Vec::new(), Vec::new());
+        let mut ids = Vec::new();
         let mut walkers = Vec::with_capacity(sequences.len());
         for sequence in sequences {
             let walker = Walker::new(sequence, ids.len(), &mut ids);
-            positions.extend(&walker.positions);
             walkers.push(walker);
         }
-        Pass { walkers, ids, positions, x: None, layer: 0 }
+        Pass { walkers, ids, x: None, layer: 0 }
     }
 
     /// Rows of the batch.
@@ -82,19 +79,19 @@ impl<B: Backend> Pass<B> {
             model.embed(backend, &self.ids, ws, &mut x);
             x
         });
-        let walkers = &mut self.walkers;
+        let (walkers, dynamic) = (&mut self.walkers, model.spec().dynamic);
         weights.mixer.forward(backend, ws, x, |mixer, rows, scratch, sum| match mixer {
             Mixer::Recurrent(mixer) => {
-                let (mut windows, mut folds) = recurrent_folds(backend, walkers, &parts, layer, mixer.rope.as_deref());
-                mixer.forward(backend, rows, scratch, &self.positions, &mut windows, &mut folds, sum);
+                let walks = recurrent_walks(backend, walkers, &parts, layer, mixer.rope.as_deref(), dynamic);
+                mixer.forward(backend, rows, scratch, walks, sum);
             }
             Mixer::Attention(mixer) => {
-                let sequences = attention_sequences(backend, walkers, parts, layer);
+                let sequences = attention_sequences(backend, walkers, parts, layer, dynamic);
                 mixer.forward(backend, rows, scratch, sequences, sum);
                 save_attention(backend, walkers, layer);
             }
             Mixer::Latent(mixer) => {
-                let sequences = attention_sequences(backend, walkers, parts, layer);
+                let sequences = attention_sequences(backend, walkers, parts, layer, dynamic);
                 mixer.forward(backend, rows, scratch, sequences, sum);
                 save_attention(backend, walkers, layer);
             }

@@ -6,12 +6,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use hypic_kernels::{Backend, ConvFold, ConvStep, DeviceTensor, Fold, Step, Turn};
+use hypic_kernels::{Backend, ConvFold, ConvStep, DeviceTensor, Fold, Positions, Step, Turn};
 use hypic_state::{LayerPart, PartState, RecurrentPart};
 
 use super::types::{Capture, Item, Jump, Logits, PassError, Sequence, SequenceOutput};
-use crate::layers::{AttentionSequence, Seen, Stretch};
+use crate::layers::{AttentionSequence, Seen, Stretch, Walks};
 use crate::running::{FrozenLayer, FrozenState, HeldSpan, LayerState, RunningState, SharedKv};
+use crate::spec::DynamicNtk;
 
 /// The same walk as the items, with rows numbered.
 #[derive(Clone)]
@@ -28,7 +29,7 @@ pub(super) struct Walker<B: Backend> {
     stops: Vec<Stop>,
     jumps: Vec<Jump<B>>,
     pub rows: Range<usize>,
-    pub positions: Vec<i64>,
+    positions: Vec<i64>,
     /// Per save, its position and the layers so far.
     saved: Vec<FrozenState<B>>,
     /// Of the attention layer under way: the stores of the rows behind each save.
@@ -81,6 +82,14 @@ impl<B: Backend> Walker<B> {
         walker
     }
 
+    /// By how much embeddings that change so are stretched for its rows.
+    pub fn ntk_alpha(&self, dynamic: Option<DynamicNtk>) -> f64 {
+        let tokens = usize::try_from(self.state.position).unwrap_or(0).max(self.state.expected);
+        let alpha = dynamic.map_or(1.0, |dynamic| dynamic.alpha(tokens));
+        debug_assert!(alpha == 1.0 || self.jumps.is_empty(), "entries are of other lengths");
+        alpha
+    }
+
     /// First row of the batch that belongs to the body being captured, if any does.
     fn body_from(&self) -> Option<usize> {
         let capture = self.capture.as_ref()?;
@@ -113,16 +122,17 @@ fn recurrent_part<B: Backend>(part: &LayerPart<B>) -> &RecurrentPart<B> {
 
 /// Every sequence's walk through a recurrent layer: its items in order. `rope` is the layer's, where it rotates; without a
 /// convolution there are no walks of windows.
-pub(super) fn recurrent_folds<'a, B: Backend>(
+pub(super) fn recurrent_walks<'a, B: Backend>(
     backend: &B,
     walkers: &'a mut [Walker<B>],
     parts: &'a [Vec<Arc<LayerPart<B>>>],
     layer: usize,
     rope: Option<&'a B::Rope>,
-) -> (Vec<ConvFold<'a, B>>, Vec<Fold<'a, B>>) {
-    let mut windows = Vec::with_capacity(walkers.len());
-    let mut folds = Vec::with_capacity(walkers.len());
+    dynamic: Option<DynamicNtk>,
+) -> Walks<'a, B> {
+    let mut walks = Walks { positions: Vec::new(), windows: Vec::new(), states: Vec::new() };
     for (walker, parts) in walkers.iter_mut().zip(parts) {
+        walks.positions.push(Positions { at: &walker.positions, ntk_alpha: walker.ntk_alpha(dynamic) });
         let body_from = walker.body_from();
         let LayerState::Recurrent { state, window } = &mut walker.state.layers[layer] else {
             unreachable!("a running state has the layout of its model")
@@ -165,10 +175,10 @@ pub(super) fn recurrent_folds<'a, B: Backend>(
                 }
             }
         }
-        windows.extend(window.as_mut().map(|window| ConvFold { window, steps: conv }));
-        folds.push(fold);
+        walks.windows.extend(window.as_mut().map(|window| ConvFold { window, steps: conv }));
+        walks.states.push(fold);
     }
-    (windows, folds)
+    walks
 }
 
 /// Every sequence's view in an attention layer; the bodies jumped over become part of it. Behind the layer,
@@ -178,9 +188,11 @@ pub(super) fn attention_sequences<'a, B: Backend>(
     walkers: &'a mut [Walker<B>],
     parts: Vec<Vec<Arc<LayerPart<B>>>>,
     layer: usize,
+    dynamic: Option<DynamicNtk>,
 ) -> Vec<AttentionSequence<'a, B>> {
     let mut sequences = Vec::with_capacity(walkers.len());
     for (walker, parts) in walkers.iter_mut().zip(parts) {
+        let ntk_alpha = walker.ntk_alpha(dynamic);
         let LayerState::Attention { spans, own } = &mut walker.state.layers[layer] else {
             unreachable!("a running state has the layout of its model")
         };
@@ -209,7 +221,8 @@ pub(super) fn attention_sequences<'a, B: Backend>(
                 }
             }
         }
-        sequences.push(AttentionSequence { positions: &walker.positions, seen, stretches });
+        let positions = Positions { at: &walker.positions, ntk_alpha };
+        sequences.push(AttentionSequence { positions, seen, stretches });
     }
     sequences
 }

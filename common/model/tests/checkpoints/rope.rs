@@ -7,7 +7,7 @@
 
 use hypic_kernels::RopeSpec;
 use hypic_model::spec::MixerSpec;
-use hypic_model::{Config, families};
+use hypic_model::{Config, DynamicNtk, families};
 use serde_json::{Value, json};
 
 use crate::support::Files;
@@ -317,17 +317,36 @@ fn yarn_lengths_that_are_not_named_follow_from_the_others() {
     assert_embedding(&named(1.0, 2048), &plain.inv_freq, 1.0);
 }
 
-/// Beyond the original maximum the base of dynamic NTK depends on the length of the whole prompt: that is not served.
+/// Up to the original maximum, which may have a name of its own, everything can be used again; how far the model goes
+/// beyond it is named, or follows from the factor.
 #[test]
-fn dynamic_scaling_is_served_up_to_the_original_maximum() {
+fn dynamic_scaling_has_an_original_maximum_and_goes_beyond_it() {
     let positions = |parameters: Value| {
         let files = bare(1.0).with("rope_scaling", parameters);
-        families::describe(&Config::parse(&files.config.to_string()).unwrap()).unwrap().max_positions
+        let spec = families::describe(&Config::parse(&files.config.to_string()).unwrap()).unwrap();
+        (spec.reusable(), spec.max_positions)
     };
-    let dynamic = json!({"type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 2048});
-    assert_eq!(positions(dynamic.clone()), 2048);
-    assert_eq!(positions(renamed(&dynamic, "original_max_position_embeddings", "unread")), 8192);
-    assert_eq!(positions(json!({"type": "linear", "factor": 4.0})), 8192);
+    let named = |original: usize, factor: f64| {
+        positions(json!({"type": "dynamic", "factor": factor, "original_max_position_embeddings": original}))
+    };
+    assert_eq!(named(2048, 4.0), (Some(2048), 8192));
+    assert_eq!(named(2048, 8.0), (Some(2048), 8192));
+    assert_eq!(named(8192, 2.5), (Some(8192), 20480));
+    assert_eq!(positions(json!({"type": "dynamic", "factor": 4.0})), (Some(8192), 32768));
+    assert_eq!(positions(json!({"type": "dynamic", "factor": 1e9})), (Some(8192), u32::MAX as usize));
+    assert_eq!(positions(json!({"type": "linear", "factor": 4.0})), (None, 8192));
+    // A model that does not rotate has nothing to scale.
+    let still = Files::golden("kimi_linear").with("rope_scaling", json!({"type": "dynamic", "factor": 4.0}));
+    let spec = families::describe(&Config::parse(&still.config.to_string()).unwrap()).unwrap();
+    assert_eq!((spec.reusable(), spec.max_positions), (None, 4096));
+}
+
+#[test]
+fn dynamic_scaling_grows_from_the_original_maximum_on() {
+    let dynamic = DynamicNtk { original: 2048, factor: 4.0 };
+    for (tokens, alpha) in [(0, 1.0), (2048, 1.0), (2049, 1.0 + 4.0 / 2048.0), (4096, 5.0), (8192, 13.0)] {
+        assert!((dynamic.alpha(tokens) - alpha).abs() < 1e-12, "{tokens}: {}", dynamic.alpha(tokens));
+    }
 }
 
 #[test]
@@ -351,6 +370,7 @@ fn parameters_of_a_scaling_are_checked() {
     }
     for (base, key) in [
         (&linear, "factor"),
+        (&dynamic, "factor"),
         (&llama, "factor"),
         (&llama, "low_freq_factor"),
         (&llama, "high_freq_factor"),

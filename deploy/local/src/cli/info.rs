@@ -70,7 +70,8 @@ pub(super) fn run(args: InfoArgs) -> Result<()> {
     row("family", info.family.clone());
     row("layers", layers(&info));
     row("parameters", format!("{:.2} million", info.parameters as f64 / 1e6));
-    row("positions", info.max_positions.to_string());
+    let limit = |n: usize| format!(" (rope scaling is dynamic: beyond {n} a prompt is served by mode full alone)");
+    row("positions", format!("{}{}", info.max_positions, info.reusable_positions.map_or_else(String::new, limit)));
     row("compose rule", format!("{} (T is {})", spec.compose, info.transition));
     row(
         "state of a sequence",

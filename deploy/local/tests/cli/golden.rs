@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
-use crate::support::{Files, answer, answers, assert_adds_up, repository};
+use crate::support::{Files, answer, answers, assert_adds_up, fails, repository};
 
 /// How far a log-probability may be from the reference (tests/golden/README.md).
 const TOLERANCE: f64 = 2e-4;
@@ -16,20 +16,25 @@ struct Reference {
     numbers: BTreeMap<String, Vec<f64>>,
 }
 
+/// The tensors of a file of the repository.
+fn numbers(relative: &str) -> BTreeMap<String, Vec<f64>> {
+    let bytes = std::fs::read(repository(relative)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let numbers = |data: &[u8], dtype: Dtype| -> Vec<f64> {
+        match dtype {
+            Dtype::F32 => data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect(),
+            Dtype::I64 => data.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b) as f64).collect(),
+            other => panic!("reference data of dtype {other:?}"),
+        }
+    };
+    file.tensors().into_iter().map(|(name, t)| (name, numbers(t.data(), t.dtype()))).collect()
+}
+
 impl Reference {
     fn open(name: &str) -> Self {
-        let read = |kind: &str| std::fs::read(repository(&format!("golden/composition/{name}.{kind}"))).unwrap();
-        let (bytes, cases) = (read("safetensors"), read("json"));
-        let file = SafeTensors::deserialize(&bytes).unwrap();
-        let numbers = |data: &[u8], dtype: Dtype| -> Vec<f64> {
-            match dtype {
-                Dtype::F32 => data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect(),
-                Dtype::I64 => data.as_chunks::<8>().0.iter().map(|b| i64::from_le_bytes(*b) as f64).collect(),
-                other => panic!("reference data of dtype {other:?}"),
-            }
-        };
-        let numbers = file.tensors().into_iter().map(|(name, t)| (name, numbers(t.data(), t.dtype()))).collect();
+        let cases = std::fs::read(repository(&format!("golden/composition/{name}.json"))).unwrap();
         let cases: Value = serde_json::from_slice(&cases).unwrap();
+        let numbers = numbers(&format!("golden/composition/{name}.safetensors"));
         Reference { cases: cases["cases"].as_array().unwrap().clone(), numbers }
     }
 
@@ -259,4 +264,42 @@ fn bf16_is_computed_when_asked_for() {
     assert_eq!(auto, f32, "the checkpoint is in f32");
     let (f32, bf16) = (f32["logprob"].as_f64().unwrap(), bf16["logprob"].as_f64().unwrap());
     assert!(f32 != bf16 && (f32 - bf16).abs() < 0.2, "{f32} {bf16}");
+}
+
+/// Rope scaling that depends on the length: beyond the original maximum mode full serves, and reuse is refused by name.
+#[test]
+fn dynamic_scaling_is_served_in_full() {
+    let numbers = numbers("golden/granitemoehybrid/golden.dynamic.safetensors");
+    let ids = |name: &str| -> Vec<u64> { numbers[name].iter().map(|&id| id as u64).collect() };
+    let files = Files::new();
+    let model = files.copy_of("golden/granitemoehybrid");
+    std::fs::rename(model.join("config.dynamic.json"), model.join("config.json")).unwrap();
+    let model = model.to_str().unwrap();
+    let (short, long) = (ids("short.input_ids"), ids("long.input_ids"));
+    let ask = |segments: Value, query: &[u64], steps: &str, mode: &str| {
+        let prompt = files.write("prompt.json", json!({"segments": segments, "query": query}).to_string());
+        let args = ["generate", "--model", model, "--token-segments", &prompt, "--json", "--temperature", "0"];
+        let args = [&args[..], &["--max-tokens", steps, "--mode", mode]].concat();
+        args.into_iter().map(str::to_string).collect::<Vec<_>>()
+    };
+    let greedy = ids("greedy.tokens");
+    let steps = greedy.len().to_string();
+    let got = answer(&borrowed(&ask(json!([&short[..20]]), &short[20..], &steps, "full")));
+    assert_eq!(got["token_ids"], json!(greedy));
+    assert_adds_up(&got);
+    for mode in ["prefix", "hypic"] {
+        let refused = ask(json!([&short[..20]]), &short[20..], &steps, mode);
+        fails(1, &borrowed(&refused), &["37 tokens", "dynamic", "beyond 24", &format!("mode {mode}"), "mode full"]);
+        // Up to the original maximum everything is as ever, and the answer may go beyond it.
+        let got = answer(&borrowed(&ask(json!([&short[..20]]), &short[20..24], "9", mode)));
+        assert_eq!(got["token_ids"].as_array().unwrap().len(), 9, "{mode}");
+    }
+    let beyond = ask(json!([]), &long[..90], "7", "full");
+    fails(1, &borrowed(&beyond), &["90 tokens and 7 more", "context is 96"]);
+    let info = answer(&["model", "info", model, "--json"]);
+    assert_eq!((&info["max_positions"], &info["reusable_positions"]), (&json!(96), &json!(24)));
+}
+
+fn borrowed(args: &[String]) -> Vec<&str> {
+    args.iter().map(String::as_str).collect()
 }

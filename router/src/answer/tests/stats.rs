@@ -84,6 +84,7 @@ async fn failures_and_what_is_done_about_them_are_counted() {
         card: ModelCard { id: "m".into(), created: 0, context: 64 },
         space: space(),
         vocab: 64,
+        reusable: None,
         compose: ComposeRule::Transition,
         eos: Arc::new([EOS]),
         sampling: Sampling::default(),

@@ -1,7 +1,7 @@
 use hypic_state::DType;
 
 use super::*;
-use crate::{KvShape, RopeSpec, Span};
+use crate::{KvShape, Positions, RopeSpec, Span};
 
 const D_K: usize = 12;
 const D_V: usize = 9;
@@ -33,7 +33,7 @@ fn store(kv: KvShape, tokens: usize, first: i64, rope: Option<&CpuRope>, seed: u
     let (k, v) = (numbers(tokens, kv.heads * D_K, seed), numbers(tokens, kv.heads * D_V, seed + 1));
     let positions: Vec<i64> = (first..first + tokens as i64).collect();
     let v = (!kv.shared).then(|| Cols::new(&v, 0));
-    store.append(0..tokens, Cols::new(&k, 0), v, &positions, rope);
+    store.append(0..tokens, Cols::new(&k, 0), v, Positions::plain(&positions), rope);
     store
 }
 
@@ -78,7 +78,12 @@ impl Case {
             origin: *origin,
             from_row: *from_row,
         });
-        AttentionRows { rows: 2..2 + self.rows(), positions: &self.positions, spans: spans.collect(), own: &self.own }
+        AttentionRows {
+            rows: 2..2 + self.rows(),
+            positions: Positions::plain(&self.positions),
+            spans: spans.collect(),
+            own: &self.own,
+        }
     }
 
     fn run(&self, isa: Isa, threads: usize) -> Vec<f32> {
@@ -113,7 +118,7 @@ impl Case {
                     }
                     let mut q = q.to_vec();
                     if let Some(rope) = &self.rope {
-                        rope.turner(0).turn(Isa::Portable, self.positions[row] - origin, D_K, &mut q);
+                        rope.turner(0, 1.0).turn(Isa::Portable, self.positions[row] - origin, D_K, &mut q);
                     }
                     for token in range {
                         let k = &planes[index].0[(token * kv.heads + kv_head) * D_K..][..D_K];
@@ -198,9 +203,9 @@ fn passes_threads_and_neighbours_change_no_bit() {
                 let (mut first, mut rest) = (case.sequence(), case.sequence());
                 first.own = &early;
                 first.rows = 2..2 + cut;
-                first.positions = &case.positions[..cut];
+                first.positions = Positions::plain(&case.positions[..cut]);
                 rest.rows = 2 + cut..152;
-                rest.positions = &case.positions[cut..];
+                rest.positions = Positions::plain(&case.positions[cut..]);
                 rest.spans.iter_mut().for_each(|s| s.from_row = s.from_row.saturating_sub(cut));
                 let mut out = CpuTensor::alloc(&[1, 1]);
                 let q = Cols::new(&case.q, 1);

@@ -19,7 +19,13 @@ fn store(shape: KvShape, tokens: usize) -> CpuKv {
     while done < tokens {
         let n = (done % 23 + 1).min(tokens - done);
         let (k, v) = (Cols::new(&k, 1), Cols::new(&v, 2));
-        kv.append(2 + done..2 + done + n, k, (!shape.shared).then_some(v), &positions[done..done + n], None);
+        kv.append(
+            2 + done..2 + done + n,
+            k,
+            (!shape.shared).then_some(v),
+            Positions::plain(&positions[done..done + n]),
+            None,
+        );
         done += n;
     }
     kv
@@ -94,7 +100,7 @@ fn copies_and_prefixes_are_the_tokens_they_name() {
         kv.truncate(len);
         let positions: Vec<i64> = (len as i64..100).collect();
         let (k, v) = (numbers(&[102, 32], 1), numbers(&[102, 25], 2));
-        kv.append(2 + len..102, Cols::new(&k, 1), Some(Cols::new(&v, 2)), &positions, None);
+        kv.append(2 + len..102, Cols::new(&k, 1), Some(Cols::new(&v, 2)), Positions::plain(&positions), None);
         assert_eq!(kv.download(), whole, "cut at {len}");
     }
 }
@@ -104,9 +110,9 @@ fn keys_are_turned_as_they_are_appended() {
     let rope = CpuRope::new(&RopeSpec { offset: 2, inv_freq: vec![1.0, 0.1], interleaved: false, scale: 1.0 });
     let (k, v) = (numbers(&[2, 30], 1), numbers(&[2, 21], 2));
     let mut kv = CpuKv::new(SHAPE);
-    kv.append(0..2, Cols::new(&k, 0), Some(Cols::new(&v, 0)), &[-3, 4], Some(&rope));
+    kv.append(0..2, Cols::new(&k, 0), Some(Cols::new(&v, 0)), Positions::plain(&[-3, 4]), Some(&rope));
     let mut want = k.data().to_vec();
-    let turner = rope.turner(4);
+    let turner = rope.turner(4, 1.0);
     turner.turn(Isa::Portable, -3, 10, &mut want[..30]);
     turner.turn(Isa::Portable, 4, 10, &mut want[30..]);
     assert_eq!(kv.download().k.to_f32(), want);

@@ -173,6 +173,7 @@ impl<'a> Trunk<'a> {
             vocab: self.c.size("vocab_size")?,
             hidden: self.hidden,
             max_positions: self.max_positions,
+            dynamic: None,
             embed: self.root.tensor("embed_tokens.weight"),
             embed_scale: 1.0,
             final_norm: self.norm(&self.root, "norm"),
