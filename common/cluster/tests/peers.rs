@@ -5,7 +5,7 @@ mod support;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::{Stream, StreamExt, stream};
 use hypic_cluster::{
@@ -35,6 +35,7 @@ fn targets(members: &[&Member]) -> View {
 
 #[tokio::test]
 async fn members_that_fit_are_used_and_others_are_counted() {
+    let began = Instant::now();
     let fits = Member::start(FREE, None, |_| {}).await;
     let other = Member::start(FREE, None, |record| record.dtype = "bf16".into()).await;
     let worker = Member::start(FREE, None, |record| record.role = Role::ScatterWorker).await;
@@ -48,6 +49,9 @@ async fn members_that_fit_are_used_and_others_are_counted() {
     let peer = peers.find(fits.id().as_str()).expect("is live");
     assert_eq!((peer.record(), peer.state(), peer.protocol()), (fits.status.record(), NodeState::Serving, 1));
     assert_eq!((peer.load().backlog_tokens, peer.load().sequences, peer.load().waiting), (11, 2, 1));
+    let (load, heard) = peer.load_heard();
+    assert!(load == peer.load() && heard >= began && heard <= Instant::now());
+    until("a later heartbeat is heard", || peer.load_heard().1 > heard).await;
     assert!(peer.takes_work() && peers.find(other.id().as_str()).is_none());
     let mut live = peers.live();
     live.mark_unchanged();

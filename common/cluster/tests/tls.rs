@@ -3,42 +3,24 @@
 mod support;
 
 use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hypic_cluster::{ConnectionConfig, Dialer, Membership, Role, Tls, TlsConfig, TlsError};
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use hypic_test_support::Authority;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use support::{Member, peers, until};
+use tempfile::TempDir;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-struct Authority(Issuer<'static, KeyPair>, String);
-
-impl Authority {
-    fn new() -> Authority {
-        let key = KeyPair::generate().expect("a key");
-        let mut params = CertificateParams::new(Vec::new()).expect("parameters");
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let pem = params.self_signed(&key).expect("signs").pem();
-        Authority(Issuer::new(params, key), pem)
-    }
-
-    /// Write CA, certificate and key for `name` into `folder`.
-    fn issue(&self, folder: &Path, name: &str) -> TlsConfig {
-        let key = KeyPair::generate().expect("a key");
-        let params = CertificateParams::new(vec![name.to_owned()]).expect("parameters");
-        let cert = params.signed_by(&key, &self.0).expect("signs");
-        let files = TlsConfig::new(folder.join("ca.pem"), folder.join("cert.pem"), folder.join("key.pem"));
-        fs::write(&files.ca, &self.1).expect("writes");
-        fs::write(&files.cert, cert.pem()).expect("writes");
-        fs::write(&files.key, key.serialize_pem()).expect("writes");
-        TlsConfig { poll: Duration::from_millis(50), ..files }
-    }
+/// Have files for `name` made in `folder`, to be looked at often.
+fn issue(authority: &Authority, folder: &TempDir, name: &str) -> TlsConfig {
+    let files = authority.issue(folder.path(), name);
+    TlsConfig { poll: Duration::from_millis(50), ..TlsConfig::new(files.ca, files.cert, files.key) }
 }
 
 async fn reaches(member: &Member, tls: Option<Tls>) -> bool {
@@ -54,17 +36,17 @@ async fn members_of_one_authority_reach_each_other_and_nobody_else() {
     let folders = [(); 4].map(|()| tempfile::tempdir().expect("a folder"));
     let (authority, stranger) = (Authority::new(), Authority::new());
     let load = |config| Tls::load(config).expect("loads");
-    let server = load(authority.issue(folders[0].path(), "hypic"));
-    let client = load(authority.issue(folders[1].path(), "hypic"));
+    let server = load(issue(&authority, &folders[0], "hypic"));
+    let client = load(issue(&authority, &folders[1], "hypic"));
     let member = Member::start("127.0.0.1:0", Some(server.clone()), |_| {}).await;
     assert!(reaches(&member, Some(client.clone())).await);
     assert!(!reaches(&member, None).await, "plain text");
-    assert!(!reaches(&member, Some(load(stranger.issue(folders[2].path(), "hypic")))).await, "another authority");
+    assert!(!reaches(&member, Some(load(issue(&stranger, &folders[2], "hypic")))).await, "another authority");
     // Trusts the member but shows a certificate of another authority.
-    let mixed = stranger.issue(folders[2].path(), "hypic");
+    let mixed = issue(&stranger, &folders[2], "hypic");
     fs::copy(folders[1].path().join("ca.pem"), &mixed.ca).expect("copies");
     assert!(!reaches(&member, Some(load(mixed))).await, "a client without a certificate of the authority");
-    let misnamed = load(authority.issue(folders[3].path(), "elsewhere"));
+    let misnamed = load(issue(&authority, &folders[3], "elsewhere"));
     let imposter = Member::start("127.0.0.1:0", Some(misnamed), |_| {}).await;
     assert!(!reaches(&imposter, Some(client.clone())).await, "another name");
     let dialer = Dialer::new(ConnectionConfig::default(), Some(client));
@@ -76,9 +58,9 @@ async fn members_of_one_authority_reach_each_other_and_nobody_else() {
 async fn a_caller_that_says_nothing_behind_its_handshake_is_hung_up_on() {
     let folders = [(); 2].map(|()| tempfile::tempdir().expect("a folder"));
     let authority = Authority::new();
-    let server = Tls::load(authority.issue(folders[0].path(), "hypic")).expect("loads");
+    let server = Tls::load(issue(&authority, &folders[0], "hypic")).expect("loads");
     let member = Member::start("127.0.0.1:0", Some(server), |_| {}).await;
-    let files = authority.issue(folders[1].path(), "hypic");
+    let files = issue(&authority, &folders[1], "hypic");
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(&files.ca).expect("a certificate")).expect("a root");
     let cert = CertificateDer::from_pem_file(&files.cert).expect("a certificate");
@@ -103,16 +85,16 @@ async fn a_caller_that_says_nothing_behind_its_handshake_is_hung_up_on() {
 async fn changed_files_are_used_and_bad_ones_are_not() {
     let (here, there) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
     let (old, new) = (Authority::new(), Authority::new());
-    let config = old.issue(here.path(), "hypic");
+    let config = issue(&old, &here, "hypic");
     let member = Member::start("127.0.0.1:0", Some(Tls::load(config.clone()).expect("loads")), |_| {}).await;
-    let client = Tls::load(old.issue(there.path(), "hypic")).expect("loads");
+    let client = Tls::load(issue(&old, &there, "hypic")).expect("loads");
     assert!(reaches(&member, Some(client.clone())).await);
     fs::write(&config.cert, "no certificate").expect("writes");
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(reaches(&member, Some(client.clone())).await, "the old files stay in use");
-    new.issue(here.path(), "hypic");
+    issue(&new, &here, "hypic");
     let other = tempfile::tempdir().expect("a folder");
-    let renewed = Tls::load(new.issue(other.path(), "hypic")).expect("loads");
+    let renewed = Tls::load(issue(&new, &other, "hypic")).expect("loads");
     let mut reached = false;
     for _ in 0..100 {
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -128,13 +110,13 @@ async fn changed_files_are_used_and_bad_ones_are_not() {
 #[tokio::test]
 async fn bad_files_are_named() {
     let folder = tempfile::tempdir().expect("a folder");
-    let good = Authority::new().issue(folder.path(), "hypic");
+    let good = issue(&Authority::new(), &folder, "hypic");
     let error = |config: TlsConfig| Tls::load(config).expect_err("refused");
     let missing = error(TlsConfig { key: folder.path().join("absent.pem"), ..good.clone() });
     assert!(matches!(missing, TlsError::Read { .. }) && missing.to_string().contains("absent.pem"));
     assert!(matches!(error(TlsConfig { cert: good.key.clone(), ..good.clone() }), TlsError::Pem { .. }));
     assert!(matches!(error(TlsConfig { server_name: "10.0.0.1".into(), ..good.clone() }), TlsError::ServerName(_)));
     let other = tempfile::tempdir().expect("a folder");
-    let foreign = Authority::new().issue(other.path(), "hypic");
+    let foreign = issue(&Authority::new(), &other, "hypic");
     assert!(matches!(error(TlsConfig { key: foreign.key, ..good }), TlsError::Unusable { .. }));
 }

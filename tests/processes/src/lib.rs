@@ -8,7 +8,6 @@
 
 mod answer;
 mod cluster;
-mod etcd;
 mod metrics;
 mod process;
 mod program;
@@ -18,10 +17,10 @@ mod roles;
 
 pub use answer::{Answer, Failure, Streaming, ask, open};
 pub use cluster::{Cluster, Member, Options};
-pub use etcd::Etcd;
+pub use hypic_test_support::until;
 pub use metrics::{Samples, assert_idle, members, scrape, status};
 pub use process::{Process, Signal, alive, children, signal};
-pub use program::{demo_model, executable, model_with_another_tensor, until};
+pub use program::{demo_model, executable, model_with_another_tensor};
 pub use proxy::{Direction, Fault, Proxy};
 pub use request::{Request, tokens};
 pub use roles::Roles;

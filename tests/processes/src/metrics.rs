@@ -3,11 +3,11 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
+use hypic_test_support::until_told;
 use reqwest::Client;
 use serde_json::Value;
 
 use crate::cluster::Member;
-use crate::program::until_told;
 
 /// Gauges of work under way, by role: all zero when nobody asks.
 const WORK: [(&str, &[&str]); 3] = [

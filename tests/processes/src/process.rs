@@ -7,10 +7,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hypic_test_support::until;
 use rustix::process::{Pid, kill_process, test_kill_process};
 use serde_json::Value;
-
-use crate::program::until;
 
 pub use rustix::process::Signal;
 

@@ -2,10 +2,6 @@
 //! the command that builds it.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
-
-/// How often a condition is looked at.
-const POLL: Duration = Duration::from_millis(10);
 
 /// The program: `HYPIC_BIN`, or `hypic` in the folder of the build that this test belongs to.
 ///
@@ -46,25 +42,4 @@ pub fn model_with_another_tensor(folder: &Path) -> PathBuf {
     weights[at] ^= 1;
     std::fs::write(to.join("model.safetensors"), weights).expect("room for a model");
     to
-}
-
-/// Wait until `found` gives something, and panic with `what` if it does not within `limit`.
-pub async fn until<T>(limit: Duration, what: &str, found: impl AsyncFnMut() -> Option<T>) -> T {
-    until_told(limit, || what.to_string(), found).await
-}
-
-/// As [`until`], with something that is known only in the end.
-pub(crate) async fn until_told<T>(
-    limit: Duration,
-    what: impl Fn() -> String,
-    mut found: impl AsyncFnMut() -> Option<T>,
-) -> T {
-    let began = Instant::now();
-    loop {
-        if let Some(value) = found().await {
-            return value;
-        }
-        assert!(began.elapsed() < limit, "not within {limit:?}: {}", what());
-        tokio::time::sleep(POLL).await;
-    }
 }

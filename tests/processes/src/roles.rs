@@ -8,10 +8,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use hypic_test_support::until;
+
 use crate::cluster::{Member, Options};
 use crate::metrics::{assert_idle, members};
 use crate::process::{Process, Signal, signal};
-use crate::program::{executable, until};
+use crate::program::executable;
 use crate::proxy::Proxy;
 
 /// What a role gets to be there, on a busy machine.

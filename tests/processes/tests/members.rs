@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hypic_process_tests::{
-    Etcd, Member, Options, Request, Roles, Signal, alive, ask, demo_model, members, open, status, until,
+    Member, Options, Request, Roles, Signal, alive, ask, demo_model, members, open, status, until,
 };
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use hypic_test_support::{Authority, Etcd};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -218,31 +218,11 @@ async fn a_worker_that_loads_is_listed_and_used_once_it_has_loaded() {
     roles.assert_idle(SETTLE, &[]).await;
 }
 
-/// An authority that signs members' certificates.
-struct Authority(Issuer<'static, KeyPair>, String);
-
-impl Authority {
-    fn new() -> Authority {
-        let key = KeyPair::generate().expect("a key");
-        let mut params = CertificateParams::new(Vec::new()).expect("parameters");
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let pem = params.self_signed(&key).expect("signs").pem();
-        Authority(Issuer::new(params, key), pem)
-    }
-
-    /// Settings of a member whose files are in `folder`, made here.
-    fn member(&self, folder: &Path) -> Vec<String> {
-        let key = KeyPair::generate().expect("a key");
-        let params = CertificateParams::new(vec!["hypic".to_owned()]).expect("parameters");
-        let cert = params.signed_by(&key, &self.0).expect("signs").pem();
-        let mut arguments = Vec::new();
-        for (name, text) in [("ca", &self.1), ("cert", &cert), ("key", &key.serialize_pem())] {
-            let file = folder.join(format!("{name}.pem"));
-            std::fs::write(&file, text).expect("room on disk");
-            arguments.extend(["--set".to_string(), format!("tls.files.{name}={}", file.display())]);
-        }
-        arguments
-    }
+/// Settings of a member whose files are in `folder`, made here.
+fn with_certificate(authority: &Authority, folder: &Path) -> Vec<String> {
+    let files = authority.issue(folder, "hypic");
+    let files = [("ca", files.ca), ("cert", files.cert), ("key", files.key)];
+    files.iter().flat_map(|(name, path)| set(&format!("tls.files.{name}={}", path.display()))).collect()
 }
 
 /// Whether whoever listens at the other end of `stream` speaks HTTP/2 with us.
@@ -260,11 +240,11 @@ async fn speaks(stream: &mut (impl AsyncReadExt + AsyncWriteExt + Unpin)) -> boo
 async fn without_a_certificate_nobody_gets_in() {
     let folders = [(); 2].map(|()| tempfile::tempdir().expect("room on disk"));
     let (authority, stranger) = (Authority::new(), Authority::new());
-    let options = Options { arguments: authority.member(folders[0].path()), ..Options::default() };
+    let options = Options { arguments: with_certificate(&authority, folders[0].path()), ..Options::default() };
     let roles = Roles::start(options, &[]).await;
     right(&roles.base(), "over mutual TLS").await;
     let mut roots = rustls::RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(authority.1.as_bytes()).expect("a certificate")).expect("a root");
+    roots.add(CertificateDer::from_pem_slice(authority.pem().as_bytes()).expect("a certificate")).expect("a root");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = rustls::ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -285,7 +265,7 @@ async fn without_a_certificate_nobody_gets_in() {
     }
     // A whole worker of another authority, which knows where the combiner is, is of no use to anybody.
     let listed = vec!["--members".to_string(), format!("combiner={}", roles.combiners[0].address)];
-    let arguments = stranger.member(folders[1].path()).into_iter().chain(listed).collect();
+    let arguments = with_certificate(&stranger, folders[1].path()).into_iter().chain(listed).collect();
     let outside = Options { workers: 1, combiners: 0, routers: 0, arguments, ..Options::default() };
     let outside = Roles::begin(outside, &[]).await;
     sleep(Duration::from_millis(500)).await;

@@ -1,29 +1,33 @@
 //! A real etcd of its own, found on PATH, and what is done to it. What can go wrong: there is none on PATH, or another
 //! program takes a port between its choice and its use; both fail the test.
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use etcd_client::{Client, CompactionOptions, ConnectOptions, GetOptions, KeyValue, Permission};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::process::{Signal, signal};
-use crate::program::until;
+use crate::wait::until;
 
-/// Where members stand in it.
-const PREFIX: &str = "/hypic/members/";
+/// What the keys of members begin with.
+pub const MEMBERS: &str = "/hypic/members/";
 /// What it gets to answer.
 const START: Duration = Duration::from_secs(20);
 /// What one request of a test may take.
 const REQUEST: Duration = Duration::from_secs(2);
 
 /// A running etcd; killed when dropped.
+#[derive(Debug)]
 pub struct Etcd {
     child: Child,
+    clients: SocketAddr,
+    peers: SocketAddr,
     endpoint: String,
     user: Option<(String, String)>,
-    _data: TempDir,
+    data: TempDir,
 }
 
 impl Etcd {
@@ -34,21 +38,27 @@ impl Etcd {
     pub async fn start() -> Etcd {
         let data = tempfile::tempdir().expect("room on disk");
         let ports = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").expect("a free port"));
-        let [client, peer] = ports.map(|port| port.local_addr().expect("an address"));
-        let (url, peer_url) = (format!("http://{client}"), format!("http://{peer}"));
-        let child = Command::new("etcd")
-            .args(["--name", "test", "--data-dir"])
-            .arg(data.path())
-            .args(["--listen-client-urls", &url, "--advertise-client-urls", &url, "--listen-peer-urls", &peer_url])
-            .args(["--initial-advertise-peer-urls", &peer_url, "--initial-cluster", &format!("test={peer_url}")])
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("no etcd on PATH: install Debian's package etcd-server");
-        let etcd = Etcd { child, endpoint: client.to_string(), user: None, _data: data };
-        until(START, "etcd answers", async || Etcd::connect(&etcd.endpoint, None).await?.get("any", None).await.ok())
-            .await;
+        let [clients, peers] = ports.map(|port| port.local_addr().expect("an address"));
+        let child = spawn(data.path(), clients, peers);
+        let etcd = Etcd { child, clients, peers, endpoint: clients.to_string(), user: None, data };
+        etcd.wait_for_answers().await;
         etcd
+    }
+
+    /// Kill it. What it holds stays on disk.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Start it again where it was, with what it held; killed first if it still runs.
+    ///
+    /// # Panics
+    /// If it does not answer in time.
+    pub async fn restart(&mut self) {
+        self.kill();
+        self.child = spawn(self.data.path(), self.clients, self.peers);
+        self.wait_for_answers().await;
     }
 
     /// HOST:PORT for clients.
@@ -56,24 +66,28 @@ impl Etcd {
         &self.endpoint
     }
 
-    /// Send it a signal.
-    pub fn signal(&self, with: Signal) {
-        signal(self.child.id(), with);
+    /// Send it a signal while it runs.
+    pub fn signal(&self, signal: Signal) {
+        let _ = kill_process(Pid::from_child(&self.child), signal);
     }
 
-    async fn connect(endpoint: &str, user: Option<&(String, String)>) -> Option<Client> {
-        let mut options = ConnectOptions::new().with_timeout(REQUEST);
-        if let Some((name, password)) = user {
-            options = options.with_user(name, password);
-        }
-        Client::connect([endpoint], Some(options)).await.ok()
+    async fn wait_for_answers(&self) {
+        until(START, "etcd answers", async || self.reach().await?.get("any", None).await.ok()).await;
     }
 
     async fn reach(&self) -> Option<Client> {
-        Etcd::connect(&self.endpoint, self.user.as_ref()).await
+        let mut options = ConnectOptions::new().with_timeout(REQUEST);
+        if let Some((name, password)) = &self.user {
+            options = options.with_user(name, password);
+        }
+        Client::connect([&self.endpoint], Some(options)).await.ok()
     }
 
-    async fn client(&self) -> Client {
+    /// A connection to it, as root if it is [protected](Self::protect).
+    ///
+    /// # Panics
+    /// If it does not answer.
+    pub async fn client(&self) -> Client {
         self.reach().await.expect("etcd answers")
     }
 
@@ -88,7 +102,7 @@ impl Etcd {
         client.user_grant_role("root", "root").await.expect("grants it");
         client.user_add(user, password, None).await.expect("adds a user");
         client.role_add("member").await.expect("adds a role");
-        let all = Permission::read_write(PREFIX).with_prefix();
+        let all = Permission::read_write(MEMBERS).with_prefix();
         client.role_grant_permission("member", all).await.expect("grants");
         client.user_grant_role(user, "member").await.expect("grants");
         client.auth_enable().await.expect("asks for users");
@@ -97,10 +111,10 @@ impl Etcd {
 
     /// Ids of the members that stand in it, with their leases; `None` if it does not answer.
     pub async fn members(&self) -> Option<Vec<(String, i64)>> {
-        let found = self.reach().await?.get(PREFIX, Some(GetOptions::new().with_prefix())).await.ok()?;
+        let found = self.reach().await?.get(MEMBERS, Some(GetOptions::new().with_prefix())).await.ok()?;
         let member = |pair: &KeyValue| {
             let key = String::from_utf8_lossy(pair.key()).into_owned();
-            (key.trim_start_matches(PREFIX).to_string(), pair.lease())
+            (key.trim_start_matches(MEMBERS).to_string(), pair.lease())
         };
         Some(found.kvs().iter().map(member).collect())
     }
@@ -130,19 +144,39 @@ impl Etcd {
         let mut client = self.client().await;
         let mut revision = 0;
         for i in 0..times {
-            let key = format!("{PREFIX}nobody");
+            let key = format!("{MEMBERS}nobody");
             let put = client.put(key.as_str(), format!("no record {i}"), None).await.expect("writes");
             revision = put.header().expect("a header").revision();
             client.delete(key.as_str(), None).await.expect("deletes");
         }
-        client.compact(revision, Some(CompactionOptions::new().with_physical())).await.expect("compacts");
+        self.compact(revision).await;
+    }
+
+    /// Forget, on disk too, everything before `revision`.
+    ///
+    /// # Panics
+    /// If it does not answer.
+    pub async fn compact(&self, revision: i64) {
+        let physical = CompactionOptions::new().with_physical();
+        self.client().await.compact(revision, Some(physical)).await.expect("compacts");
     }
 }
 
 impl Drop for Etcd {
     fn drop(&mut self) {
-        self.signal(Signal::CONT);
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.kill();
     }
+}
+
+fn spawn(data: &Path, clients: SocketAddr, peers: SocketAddr) -> Child {
+    let (url, peer_url) = (format!("http://{clients}"), format!("http://{peers}"));
+    Command::new("etcd")
+        .args(["--name", "test", "--data-dir"])
+        .arg(data)
+        .args(["--listen-client-urls", &url, "--advertise-client-urls", &url, "--listen-peer-urls", &peer_url])
+        .args(["--initial-advertise-peer-urls", &peer_url, "--initial-cluster", &format!("test={peer_url}")])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("no etcd on PATH: install Debian's package etcd-server")
 }
