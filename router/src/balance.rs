@@ -18,6 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hypic_transport::ToldBacklog;
 use parking_lot::Mutex;
 
 pub use charge::Charge;
@@ -182,10 +183,10 @@ impl Balancer {
         Ok(())
     }
 
-    /// Whom to ask how many tokens a worker has still to prefill, for whichever router: `told` must not block, and must not
-    /// use this balancer. Until this is set, a worker has to do what it was given here and nothing else. False if the worker
-    /// is not known.
-    pub fn ask_backlog(&self, worker: &str, told: impl Fn() -> u64 + Send + Sync + 'static) -> bool {
+    /// Whom to ask what a worker told last of its backlog: `told` must not block, and must not use this balancer. While
+    /// there is nobody to ask or it gives nothing, a worker has to do what it was given here and nothing else. False if the
+    /// worker is not known.
+    pub fn ask_backlog(&self, worker: &str, told: impl Fn() -> Option<ToldBacklog> + Send + Sync + 'static) -> bool {
         let mut fleet = self.fleet.lock();
         let known = fleet.workers.values_mut().find(|known| known.id.as_str() == worker);
         known.map(|known| known.others.ask(Arc::new(told))).is_some()
@@ -361,7 +362,7 @@ impl Fleet {
     /// Nanoseconds of what a worker has to do for others. It tells a sum of tokens: they are taken for segments of the
     /// usual length, because a long one takes more than in proportion.
     fn others(&self, worker: &Worker) -> u128 {
-        let tokens = worker.others.tokens(self.config.told_delay);
+        let tokens = worker.others.tokens();
         if tokens == 0 {
             return 0;
         }

@@ -81,7 +81,7 @@ impl Fleet {
         // Also of who was there before: it may be another connection.
         for worker in &view.scatter {
             let told = Arc::downgrade(worker);
-            self.balancer.ask_backlog(worker.id(), move || told.upgrade().map_or(0, |worker| worker.backlog_tokens()));
+            self.balancer.ask_backlog(worker.id(), move || told.upgrade()?.backlog());
         }
         *self.present.write() = Arc::new(Directory::new(self.index.clone(), view));
         for id in before.difference(&ids) {

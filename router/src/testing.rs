@@ -9,7 +9,9 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use hypic_cache::{EntryKey, Fingerprint, KeySpace, PrefixKey};
 use hypic_state::DType;
-use hypic_transport::{Combine, CombineLoad, JobError, JobOutcome, JobSource, Plan, PrefillJob, PrefixHit, Scatter};
+use hypic_transport::{
+    Combine, CombineLoad, JobError, JobOutcome, JobSource, Plan, PrefillJob, PrefixHit, Scatter, ToldBacklog,
+};
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
@@ -102,8 +104,9 @@ impl Scatter for TestWorker {
         self.holds.lock().contains(&key)
     }
 
-    fn backlog_tokens(&self) -> u64 {
-        self.backlog.load(Ordering::SeqCst)
+    fn backlog(&self) -> Option<ToldBacklog> {
+        let heard = tokio::time::Instant::now().into_std();
+        Some(ToldBacklog { tokens: self.backlog.load(Ordering::SeqCst), heard })
     }
 
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use hypic_proto::v1;
 use parking_lot::Mutex;
@@ -26,7 +27,7 @@ pub struct Peer {
     channel: Channel,
     down: CancellationToken,
     listed: AtomicBool,
-    latest: Mutex<(NodeState, NodeLoad)>,
+    latest: Mutex<Latest>,
 }
 
 impl Peer {
@@ -37,7 +38,7 @@ impl Peer {
         channel: Channel,
         first: &v1::Heartbeat,
     ) -> Peer {
-        let latest = Mutex::new(read(first));
+        let latest = Mutex::new(Latest::of(first));
         let (listed, whole) = (AtomicBool::new(true), OnceLock::new());
         Peer { record, whole, protocol, address, channel, down: CancellationToken::new(), listed, latest }
     }
@@ -74,12 +75,18 @@ impl Peer {
 
     /// What it is able to do, by its last heartbeat.
     pub fn state(&self) -> NodeState {
-        self.latest.lock().0
+        self.latest.lock().state
     }
 
     /// What it has to do, by its last heartbeat.
     pub fn load(&self) -> NodeLoad {
-        self.latest.lock().1
+        self.latest.lock().load
+    }
+
+    /// As [`load`](Self::load), and when that heartbeat came.
+    pub fn load_heard(&self) -> (NodeLoad, Instant) {
+        let latest = *self.latest.lock();
+        (latest.load, latest.heard)
     }
 
     /// Whether the membership still lists it. If not, it is not dialled again once its connection is lost.
@@ -99,9 +106,19 @@ impl Peer {
     }
 }
 
-fn read(beat: &v1::Heartbeat) -> (NodeState, NodeLoad) {
-    let load = NodeLoad { backlog_tokens: beat.backlog_tokens, sequences: beat.sequences, waiting: beat.waiting };
-    (NodeState::from_proto(beat.state), load)
+/// What a heartbeat that came just now says.
+#[derive(Clone, Copy, Debug)]
+struct Latest {
+    state: NodeState,
+    load: NodeLoad,
+    heard: Instant,
+}
+
+impl Latest {
+    fn of(beat: &v1::Heartbeat) -> Latest {
+        let load = NodeLoad { backlog_tokens: beat.backlog_tokens, sequences: beat.sequences, waiting: beat.waiting };
+        Latest { state: NodeState::from_proto(beat.state), load, heard: tokio::time::Instant::now().into_std() }
+    }
 }
 
 /// The live members, ordered by id.
@@ -177,9 +194,9 @@ impl Entry {
     }
 
     pub(crate) fn beat(&self, beat: &v1::Heartbeat) {
-        let fresh = read(beat);
+        let fresh = Latest::of(beat);
         let before = std::mem::replace(&mut *self.peer.latest.lock(), fresh);
-        if before.0 != fresh.0 {
+        if before.state != fresh.state {
             self.board.touch();
         }
     }
@@ -193,5 +210,47 @@ impl Drop for Entry {
         self.board.publish(&peers);
         drop(peers);
         self.peer.down.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::advance;
+    use tonic::transport::Endpoint;
+
+    use super::*;
+    use crate::record::{Protocols, Role};
+
+    #[tokio::test(start_paused = true)]
+    async fn a_load_is_as_old_as_the_heartbeat_that_told_it() {
+        let record = MemberRecord {
+            id: "worker-1".into(),
+            role: Role::ScatterWorker,
+            addresses: Vec::new(),
+            fingerprint: Some([7; 32]),
+            dtype: "f32".into(),
+            kernel_set: "portable-v1".into(),
+            format: 1,
+            protocols: Protocols::OWN,
+            prefix_fixed_bytes: 0,
+            prefix_token_bytes: 0,
+            prefix_budget_bytes: 0,
+        };
+        let beat = |backlog_tokens| v1::Heartbeat { backlog_tokens, ..Default::default() };
+        let channel = Endpoint::from_static("http://127.0.0.1:1").connect_lazy();
+        let began = tokio::time::Instant::now().into_std();
+        let entry = Board::new().enter(Peer::new(record, 1, String::new(), channel, &beat(5))).expect("is new");
+        let load = |backlog_tokens| NodeLoad { backlog_tokens, ..NodeLoad::default() };
+        let pause = Duration::from_secs(200);
+        advance(pause).await;
+        assert_eq!(entry.peer().load_heard(), (load(5), began));
+        // Also one that says the same.
+        entry.beat(&beat(5));
+        assert_eq!(entry.peer().load_heard(), (load(5), began + pause));
+        advance(pause).await;
+        entry.beat(&beat(4));
+        assert_eq!(entry.peer().load_heard(), (load(4), began + 2 * pause));
     }
 }

@@ -16,7 +16,8 @@ pub use ahead::{KvAhead, KvRange};
 pub use exchange::{Exchange, Incoming, Refused, TransferId};
 pub use roles::{
     ChoiceEnd, Combine, CombineError, CombineLoad, Delivery, GenerationEvent, JobError, JobOutcome, JobSource, Plan,
-    PlanChoice, PlanSegment, PrefillJob, PrefixHit, SavePoint, Scatter, SegmentBody, TokenEvent, panic_text,
+    PlanChoice, PlanSegment, PrefillJob, PrefixHit, SavePoint, Scatter, SegmentBody, TokenEvent, ToldBacklog,
+    panic_text,
 };
 pub use sampling::{LOGIT_BIAS, PENALTY, SamplingError, SamplingParams, TEMPERATURE};
 pub use transport::{Delivered, DeliveryError, Parcel, Transport};

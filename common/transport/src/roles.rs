@@ -122,6 +122,15 @@ pub enum JobError {
     },
 }
 
+/// What a scatter worker told of its backlog.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ToldBacklog {
+    /// Tokens that it had still to prefill, for whichever router.
+    pub tokens: u64,
+    /// When that was heard. It was so a little earlier, by the time that a message takes, and may be out of date since.
+    pub heard: Instant,
+}
+
 /// A scatter worker.
 pub trait Scatter: Send + Sync {
     /// Its name: unique among all members, never reused.
@@ -133,9 +142,9 @@ pub trait Scatter: Send + Sync {
     /// Whether it holds the entry `key`, as far as is known.
     fn holds(&self, key: EntryKey) -> bool;
 
-    /// Tokens that it has still to prefill, for whichever router, as far as is known; 0 if it does not tell. Must not block.
-    fn backlog_tokens(&self) -> u64 {
-        0
+    /// What it told last of its backlog; `None` if it does not tell. Must not block.
+    fn backlog(&self) -> Option<ToldBacklog> {
+        None
     }
 
     /// Have a segment's entry sent to the job's destination. The parts begin to flow before this resolves; it

@@ -89,7 +89,7 @@ impl Drop for Charge {
         debug_assert!(worker.backlog >= self.nanos as u128 && worker.segments > 0, "charged before it is given back");
         worker.backlog = worker.backlog.saturating_sub(self.nanos as u128);
         worker.segments = worker.segments.saturating_sub(1);
-        worker.others.give_back(self.tokens, fleet.config.told_delay);
+        worker.others.give_back(self.tokens);
     }
 }
 

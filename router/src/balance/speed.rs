@@ -35,9 +35,6 @@ pub struct SpeedConfig {
     pub memory_jobs: f64,
     /// A measurement counts as at most this factor above and below what was expected; above 1.
     pub outlier_factor: f64,
-    /// What workers tell of their backlogs is no older than this: more than the pause between two of their heartbeats, or
-    /// what they have just finished looks like work for somebody else.
-    pub told_delay: Duration,
     /// Pull towards the prior's shape, in jobs. As (relative noise of a job / relative uncertainty of the shape)^2.
     pub shape_weight: f64,
 }
@@ -49,7 +46,6 @@ impl Default for SpeedConfig {
             prior: Speed { linear: 1e-4, quadratic: 5e-9 },
             memory_jobs: 32.0,
             outlier_factor: 4.0,
-            told_delay: Duration::from_millis(1500),
             shape_weight: 0.02,
         }
     }

@@ -1,5 +1,4 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use super::*;
@@ -392,13 +391,21 @@ fn transfers_that_share_a_link_say_nothing_of_it() {
     assert!(rate() < 5e8, "{}", rate());
 }
 
+/// What a worker is heard to tell just now.
+fn now(tokens: u64) -> ToldBacklog {
+    ToldBacklog { tokens, heard: tokio::time::Instant::now().into_std() }
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_a_worker_does_for_others_counts() {
-    let (balancer, told) = (fleet(per_token(), 2), Arc::new(AtomicU64::new(1_000)));
+    let (balancer, told) = (fleet(per_token(), 2), Arc::new(Mutex::new(None)));
     let ask = told.clone();
-    assert!(balancer.ask_backlog("worker-0", move || ask.load(Ordering::Relaxed)));
-    assert!(!balancer.ask_backlog("nobody", || 0));
+    assert!(balancer.ask_backlog("worker-0", move || *ask.lock()));
+    assert!(!balancer.ask_backlog("nobody", || None));
+    let hear = |tokens| *told.lock() = Some(now(tokens));
     let backlog = || balancer.backlog("worker-0").map(|backlog| backlog.as_micros());
+    assert_eq!(backlog(), Some(0), "it has told nothing");
+    hear(1_000);
     assert_eq!(backlog(), Some(1_000));
     assert_eq!(balancer.soonest(100, &[]), Some(Duration::from_micros(100)), "at the other one");
     assert_eq!(balancer.soonest(100, &["worker-1".into()]), Some(Duration::from_micros(1_100)));
@@ -407,22 +414,26 @@ async fn what_a_worker_does_for_others_counts() {
     assert_eq!(placed, [(0, "worker-1"), (1, "worker-1"), (2, "worker-0")]);
 
     // What it was given here is not counted twice, once it tells of that too.
-    told.store(1_400, Ordering::Relaxed);
+    hear(1_400);
     assert_eq!((backlog(), balancer.others("worker-0")), (Some(1_400), Some(Duration::from_micros(1_000))));
-    told.store(400, Ordering::Relaxed);
+    hear(400);
     assert_eq!((backlog(), balancer.others("worker-0")), (Some(400), Some(Duration::ZERO)));
-    // It is done, and what it tells is a little old.
+    // It is done, and what it told is old: however old, if its heartbeats are that far apart.
     drop(given);
-    assert_eq!(backlog(), Some(0));
-    tokio::time::advance(2 * SpeedConfig::default().told_delay).await;
+    for _ in 0..3 {
+        assert_eq!(backlog(), Some(0));
+        tokio::time::advance(Duration::from_secs(100)).await;
+    }
+    hear(400);
     assert_eq!(backlog(), Some(400), "by now somebody else's");
 }
 
-#[test]
-fn work_for_others_is_taken_for_usual_segments() {
+#[tokio::test(start_paused = true)]
+async fn work_for_others_is_taken_for_usual_segments() {
     let balancer = fleet(SpeedConfig { prior: Speed { linear: 1e-6, quadratic: 1e-9 }, ..per_token() }, 1);
     drop(balancer.assign(&[1_000; 3]));
-    assert!(balancer.ask_backlog("worker-0", || 10_000));
+    tokio::time::advance(Duration::from_secs(1)).await;
+    assert!(balancer.ask_backlog("worker-0", || Some(now(10_000))));
     // 1000 tokens take 2 ms; 10000 in one piece would take 110.
     assert_eq!(balancer.others("worker-0"), Some(Duration::from_millis(20)));
 }

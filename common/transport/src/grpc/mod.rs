@@ -31,7 +31,7 @@ pub use receive::Receiver;
 pub use scatter::{RemoteScatter, ScatterService};
 pub use send::GrpcTransport;
 
-use crate::CombineLoad;
+use crate::{CombineLoad, ToldBacklog};
 
 /// Bytes of a message at most: a plan of a million token ids has about five million.
 pub const MESSAGE_LIMIT: usize = 64 << 20;
@@ -86,9 +86,9 @@ pub trait Remote: Send + Sync + 'static {
     }
     /// What it has to do.
     fn load(&self) -> CombineLoad;
-    /// Of a worker: tokens that it has still to prefill, for whomever, as it said last; 0 if it does not say.
-    fn backlog_tokens(&self) -> u64 {
-        0
+    /// Of a worker: what it told last of its backlog; `None` if it does not tell.
+    fn backlog(&self) -> Option<ToldBacklog> {
+        None
     }
     /// Of a combiner: bytes of a prefix state of no tokens, bytes that each token adds, and bytes that all may take.
     fn prefix_sizes(&self) -> (usize, usize, usize);

@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status};
 use tracing::{Instrument, info_span};
 
 use super::{Guarded, Holdings, MESSAGE_LIMIT, Remote, Served, convert, deadline, left_ms};
-use crate::{Delivery, JobError, JobOutcome, PrefillJob, Scatter};
+use crate::{Delivery, JobError, JobOutcome, PrefillJob, Scatter, ToldBacklog};
 
 /// A scatter worker of another process.
 pub struct RemoteScatter {
@@ -47,8 +47,8 @@ impl Scatter for RemoteScatter {
         self.holdings.has(key)
     }
 
-    fn backlog_tokens(&self) -> u64 {
-        self.remote.backlog_tokens()
+    fn backlog(&self) -> Option<ToldBacklog> {
+        self.remote.backlog()
     }
 
     fn prefill(&self, job: PrefillJob) -> BoxFuture<'static, Result<JobOutcome, JobError>> {

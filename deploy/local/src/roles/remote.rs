@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hypic_cluster::Peer;
-use hypic_transport::CombineLoad;
 use hypic_transport::grpc::Remote;
+use hypic_transport::{CombineLoad, ToldBacklog};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
@@ -28,8 +28,9 @@ impl Remote for Member {
         self.0.takes_work()
     }
 
-    fn backlog_tokens(&self) -> u64 {
-        self.0.load().backlog_tokens
+    fn backlog(&self) -> Option<ToldBacklog> {
+        let (load, heard) = self.0.load_heard();
+        Some(ToldBacklog { tokens: load.backlog_tokens, heard })
     }
 
     fn load(&self) -> CombineLoad {
