@@ -23,7 +23,7 @@ const fn experts(name: &'static str, dimensions: usize, base: f64) -> Reference 
 }
 
 /// All of them.
-pub const CHECKPOINTS: [Reference; 15] = [
+pub const CHECKPOINTS: [Reference; 17] = [
     plain("qwen3_5", 8, 1e7),
     plain("qwen3_5_vlm", 8, 1e7),
     experts("qwen3_5_moe", 8, 1e7),
@@ -39,6 +39,8 @@ pub const CHECKPOINTS: [Reference; 15] = [
     Reference { transposed: true, ..plain("bamba", 8, 1e4) },
     Reference { transposed: true, composed: false, ..experts("granitemoehybrid", 16, 1e4) },
     Reference { transposed: true, composed: false, rotary: None, ..plain("nemotron_h", 0, 0.0) },
+    Reference { transposed: true, composed: false, rotary: None, ..experts("nemotron_h_moe", 0, 0.0) },
+    Reference { transposed: true, composed: false, rotary: None, ..experts("nemotron_h_latent_moe", 0, 0.0) },
 ];
 
 /// The checkpoint of this name.
@@ -57,7 +59,14 @@ impl Reference {
 #[macro_export]
 macro_rules! for_each_checkpoint {
     ($check:path) => {
-        $crate::for_each_checkpoint!($check, composed, granitemoehybrid, nemotron_h);
+        $crate::for_each_checkpoint!(
+            $check,
+            composed,
+            granitemoehybrid,
+            nemotron_h,
+            nemotron_h_moe,
+            nemotron_h_latent_moe
+        );
     };
     ($check:path, composed $(, $other:ident)*) => {
         $crate::for_each_checkpoint!(

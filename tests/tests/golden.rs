@@ -135,3 +135,31 @@ fn dynamic_ntk() {
     let reference = hypic_tests::checkpoints::named("granitemoehybrid");
     on_each_backend!(config, |rig, tolerance| check_forward(rig, reference, file, tolerance));
 }
+
+/// What a model answers, without the states on the way.
+fn check_answers(checkpoint: &str, file: &str) {
+    let golden = Golden::open(file);
+    on_each_backend!(checkpoint, |rig, tolerance| {
+        for length in ["short", "long"] {
+            let forward = rig.forward(&golden.get(&format!("{length}.input_ids")).ids());
+            let want = &golden.get(&format!("{length}.logits")).values;
+            assert_close(&format!("{file} {length}.logits"), &forward.logits.concat(), want, tolerance.logits);
+            if length == "short" {
+                assert_eq!(rig.greedy(forward, 24).0, golden.get("greedy.tokens").ids(), "{file}");
+            }
+        }
+        check_hidden(&rig, &golden, file, tolerance);
+    });
+}
+
+/// MLPs whose factors have limits, of experts and of the shared one, in some layers.
+#[test]
+fn bounded_swiglu() {
+    check_answers("golden/bailing_hybrid/config.bounded.json", "golden/bailing_hybrid/golden.bounded.safetensors");
+}
+
+/// Decays that are stored, and are others than those of a release with as many heads.
+#[test]
+fn stored_decays() {
+    check_answers("golden/minimax_six", "golden/minimax_six/golden.safetensors");
+}

@@ -7,7 +7,9 @@ mod timing;
 
 use std::time::Duration;
 
-use hypic_kernels::{AttentionRows, AttentionShape, Backend, Cols, Cpu, Expert, KvShape, Positions, RouteSpec, Score};
+use hypic_kernels::{
+    AttentionRows, AttentionShape, Backend, Cols, Cpu, Expert, KvShape, MlpForm, Positions, RouteSpec, Score,
+};
 use hypic_state::{DType, HostTensor};
 
 /// Time to measure each rate for.
@@ -47,7 +49,7 @@ fn experts(cpu: &Cpu, dtype: DType) {
         let mut acc = cpu.zeros(&[rows, hidden]);
         let mut routing = cpu.routing();
         let route = seconds(|| cpu.route(&spec, &logits, None, &mut routing));
-        let taken = seconds(|| cpu.experts(&all, &routing, &x, &mut acc));
+        let taken = seconds(|| cpu.experts(MlpForm::SwiGlu, &all, &routing, &x, &mut acc));
         let flops = (6 * rows * top_k * hidden * inner) as f64;
 
         // One dense layer with as many operations for each row, its weights as large as those of a row's experts.
@@ -55,7 +57,7 @@ fn experts(cpu: &Cpu, dtype: DType) {
         let (mut out, mut middle) = (cpu.zeros(&[0, 0]), cpu.zeros(&[0, 0]));
         let dense = seconds(|| {
             cpu.linear(&wide, &x, &mut out);
-            cpu.silu_mul(&out, &mut middle);
+            cpu.mlp_inner(MlpForm::SwiGlu, &out, &mut middle);
             cpu.linear_add(&back, &middle, &mut acc);
         });
         println!(

@@ -12,8 +12,8 @@ mod scan_checks;
 
 pub use backend::{
     Activation, AttentionRows, AttentionShape, Backend, ChannelGate, Cols, ConvFold, ConvStep, Decay, DeviceTensor,
-    Expert, Fold, Form, GRID, GatedNorm, HeadCols, KvShape, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape,
-    Score, Span, Step, Turn, Write,
+    Expert, Fold, Form, GRID, GatedNorm, HeadCols, KvShape, MlpForm, Positions, RopeSpec, RouteSpec, ScanInputs,
+    ScanShape, Score, Span, Step, Turn, Write,
 };
 pub use cpu::{Cpu, Isa, KEY_BLOCK};
 pub use host::{part_from_host, part_to_host};

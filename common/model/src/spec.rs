@@ -6,7 +6,7 @@ mod tensors;
 
 use std::sync::Arc;
 
-use hypic_kernels::{Activation, Form, RopeSpec, RouteSpec, ScanShape};
+use hypic_kernels::{Activation, Form, MlpForm, RopeSpec, RouteSpec, ScanShape};
 use hypic_state::{ComposeRule, LayerKind};
 
 /// A model, as its family describes it.
@@ -38,8 +38,6 @@ pub struct ModelSpec {
     pub layers: Vec<LayerSpec>,
     /// Prefixes of tensors that are known and not served; `*` in one stands for a number.
     pub ignored: Vec<String>,
-    /// Tensors that a checkpoint may have although their numbers follow from the configuration, which must then agree.
-    pub expected: Vec<(String, Vec<f64>)>,
     /// Rule of composition unless a request names one.
     pub compose: ComposeRule,
     /// End tokens that `config.json` names.
@@ -296,8 +294,13 @@ pub struct ConvSpec {
 /// Decay of a recurrent layer: see [`Decay`](hypic_kernels::Decay).
 #[derive(Clone, Debug)]
 pub enum DecaySpec {
-    /// The log decay of each head, the same for every token.
-    Fixed(Vec<f64>),
+    /// The same for every token.
+    Fixed {
+        /// The log decay of each head, below 0, as it follows from the configuration.
+        log: Vec<f64>,
+        /// Tensor with `heads` numbers, less the log decays, that a checkpoint may have: its numbers then count.
+        stored: Option<String>,
+    },
     /// Per token and head.
     Head {
         /// `heads` rows.
@@ -424,6 +427,9 @@ pub struct ExpertsSpec {
     pub router: RowSource,
     /// Tensor `[experts]` that is added to the scores for the choice.
     pub bias: Option<String>,
+    /// `[narrow, hidden]` and `[hidden, narrow]`: the experts work on a projection of the rows, and what they add is
+    /// projected back; `None`: on the rows themselves.
+    pub narrow: Option<[RowSource; 2]>,
     /// Their weights.
     pub experts: Vec<MlpSpec>,
     /// The same experts in the other layout, a tensor for all of them (`gate_up_proj [experts, 2 inner, hidden]`,
@@ -435,15 +441,22 @@ pub struct ExpertsSpec {
     pub shared_gate: Option<RowSource>,
 }
 
-/// An MLP: `down(silu(gate(x)) * up(x))`, or `down(activation(up(x)))`.
+impl ExpertsSpec {
+    /// Experts that work on the rows themselves, without more.
+    pub(crate) fn new(route: RouteSpec, router: RowSource, experts: Vec<MlpSpec>) -> Self {
+        ExpertsSpec { route, router, bias: None, narrow: None, experts, fused: None, shared: None, shared_gate: None }
+    }
+}
+
+/// An MLP: two projections, and what stands between them.
 #[derive(Clone, Debug)]
 pub struct MlpSpec {
     /// Width between the projections.
     pub inner: usize,
+    /// What stands between.
+    pub form: MlpForm,
     /// Rows `[gate | up]`, or `[up]` alone.
     pub gate_up: RowsSpec,
-    /// `None`: gated by silu.
-    pub ungated: Option<Activation>,
     /// `[hidden, inner]`.
     pub down: RowSource,
 }

@@ -3,7 +3,33 @@
 //! What can go wrong is a choice that cannot be made (more experts than there are, groups of unequal size):
 //! [`RouteSpec::check`] says so.
 
-use super::Backend;
+use super::{Activation, Backend};
+
+/// What an MLP does between its projections.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum MlpForm {
+    /// SwiGLU (Shazeer, 2020): `silu(gate) * up`, the first projection's rows being `[gate | up]`.
+    SwiGlu,
+    /// The same of bounded factors: `min(silu(gate), limit) * clamp(up, -limit, limit)`.
+    BoundedSwiGlu {
+        /// Above 0.
+        limit: f32,
+    },
+    /// No gate: `activation(up)`.
+    Plain(Activation),
+}
+
+impl MlpForm {
+    /// Whether the first projection has a gate's rows before those of `up`.
+    pub fn is_gated(self) -> bool {
+        !matches!(self, MlpForm::Plain(_))
+    }
+
+    /// Rows of the first projection of an MLP of width `inner`.
+    pub fn rows(self, inner: usize) -> usize {
+        if self.is_gated() { 2 * inner } else { inner }
+    }
+}
 
 /// How experts are chosen for a row and weighed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,9 +80,9 @@ pub enum Score {
     Sigmoid,
 }
 
-/// The weights of one expert, a gated MLP.
+/// The weights of one expert, an MLP.
 pub struct Expert<B: Backend> {
-    /// Rows `[gate | up]`.
+    /// Rows `[gate | up]`, or `[up]`.
     pub gate_up: B::Linear,
     /// `[hidden, inner]`.
     pub down: B::Linear,

@@ -25,7 +25,7 @@ use std::ops::Range;
 use hypic_state::{DType, HostKv, HostTensor, Storage, Stored, Transition};
 
 pub use attention::{AttentionRows, AttentionShape, KvShape, Positions, RopeSpec, Span};
-pub use experts::{Expert, RouteSpec, Score};
+pub use experts::{Expert, MlpForm, RouteSpec, Score};
 pub use recurrent::{ChannelGate, ConvFold, ConvStep, Decay, Fold, Form, ScanInputs, ScanShape, Step, Turn, Write};
 pub use rows::{Activation, GatedNorm, HeadCols};
 
@@ -132,8 +132,9 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
     /// The same in place over each of `heads` stretches of `weight.len()` columns from `col` on.
     fn head_norm(&self, x: &mut Self::Tensor, col: usize, heads: usize, weight: &Self::Tensor, eps: f32);
 
-    /// `out [rows, f] = silu(x[.., ..f]) * x[.., f..]` for `x [rows, 2 f]`.
-    fn silu_mul(&self, x: &Self::Tensor, out: &mut Self::Tensor);
+    /// What an MLP of width f does between its projections: `out [rows, f]` of `x [rows, 2 f]`, the gate's columns first,
+    /// or of `x [rows, f]` without a gate.
+    fn mlp_inner(&self, form: MlpForm, x: &Self::Tensor, out: &mut Self::Tensor);
 
     /// `x [rows, k] *= activation(g)`, each of `g`'s `k / width` columns serving `width` columns of `x`.
     fn gate(&self, x: &mut Self::Tensor, g: Cols<'_, Self>, width: usize, activation: Activation);
@@ -189,9 +190,17 @@ pub trait Backend: Storage<Tensor: DeviceTensor> + Clone {
     /// weights. Panics if `spec` cannot be met (see [`RouteSpec::check`]).
     fn route(&self, spec: &RouteSpec, logits: &Self::Tensor, bias: Option<&Self::Tensor>, routing: &mut Self::Routing);
 
-    /// `acc [rows, hidden] += sum over the row's experts of weight * down(silu(gate(x)) * up(x))`, in ascending order of
-    /// experts. Rows are grouped, so that the weights of each expert are read once.
-    fn experts(&self, experts: &[Expert<Self>], routing: &Self::Routing, x: &Self::Tensor, acc: &mut Self::Tensor);
+    /// `acc [rows, hidden] += sum over the row's experts of weight * down(inner(gate_up(x)))`, in ascending order of experts,
+    /// all of which are of one `form` (see [`mlp_inner`](Self::mlp_inner)). Rows are grouped, so that the weights of each
+    /// expert are read once.
+    fn experts(
+        &self,
+        form: MlpForm,
+        experts: &[Expert<Self>],
+        routing: &Self::Routing,
+        x: &Self::Tensor,
+        acc: &mut Self::Tensor,
+    );
 
     // ---- recurrent layers
 

@@ -1,7 +1,7 @@
 //! Experts: rows are grouped by expert, and each expert's weights are read once for all of its rows.
 //!
 //! Two rounds, with a task per expert and stretch of columns in the first and per stretch of columns in the second:
-//! 1. `silu(gate(x)) * up(x)` of every row and expert that belong together, into one buffer;
+//! 1. what stands between the projections, of every row and expert that belong together, into one buffer;
 //! 2. `down` of that, added to the rows. A task owns its columns of all rows and takes the experts in ascending order, so
 //!    that a row's sum has one order whatever else is in the batch.
 //!
@@ -17,9 +17,9 @@ use hypic_state::DType;
 use super::linear::{self, CpuLinear, Input, Output, PANEL, TASKS_PER_THREAD};
 use super::math::per_isa;
 use super::pool::{Pool, Shared};
-use super::rows::silu_mul_row;
+use super::rows::inner_row;
 use super::{Cpu, CpuTensor, Isa};
-use crate::{DeviceTensor, Expert};
+use crate::{DeviceTensor, Expert, MlpForm};
 
 pub use route::CpuRouting;
 pub(super) use route::route;
@@ -54,11 +54,11 @@ struct Shape {
 }
 
 impl Shape {
-    fn of(index: usize, expert: &Expert<Cpu>) -> Self {
+    fn of(form: MlpForm, index: usize, expert: &Expert<Cpu>) -> Self {
         let Expert { gate_up, down } = expert;
         let (hidden, inner) = (down.n(), down.k());
         assert!(
-            gate_up.k() == hidden && gate_up.n() == 2 * inner,
+            gate_up.k() == hidden && gate_up.n() == form.rows(inner),
             "experts: expert {index} has weights [{}, {}] and [{hidden}, {inner}]",
             gate_up.n(),
             gate_up.k()
@@ -67,10 +67,11 @@ impl Shape {
     }
 }
 
-/// `acc += sum over the row's experts of weight * down(silu(gate(x)) * up(x))`.
+/// `acc += sum over the row's experts of weight * down(inner(gate_up(x)))`.
 pub(super) fn experts(
     isa: Isa,
     pool: &Pool,
+    form: MlpForm,
     experts: &[Expert<Cpu>],
     routing: &CpuRouting,
     x: &CpuTensor,
@@ -83,11 +84,11 @@ pub(super) fn experts(
         return;
     }
     assert_eq!(routing.experts(), experts.len(), "experts: routed among others");
-    let shape = Shape::of(0, &experts[0]);
+    let shape = Shape::of(form, 0, &experts[0]);
     assert_eq!(x.shape(), [rows, shape.hidden], "rows of experts of width {}", shape.hidden);
     for (index, expert) in experts.iter().enumerate() {
         assert!(
-            Shape::of(index, expert) == shape,
+            Shape::of(form, index, expert) == shape,
             "experts: expert {index} is of another shape or dtype than the first"
         );
     }
@@ -99,7 +100,7 @@ pub(super) fn experts(
         .filter(|group| !group.members.is_empty())
         .collect();
     let row_words = linear::words(isa, shape.down, shape.inner);
-    let pass = Pass { isa, pool, shape, routing, active, row_words };
+    let pass = Pass { isa, pool, form, shape, routing, active, row_words };
     let mut inner = INNER.take();
     let len = routing.rows.len() * row_words;
     inner.resize(inner.len().max(len), 0);
@@ -118,6 +119,7 @@ struct Group<'a> {
 struct Pass<'a> {
     isa: Isa,
     pool: &'a Pool,
+    form: MlpForm,
     shape: Shape,
     routing: &'a CpuRouting,
     active: Vec<Group<'a>>,
@@ -132,10 +134,10 @@ impl Pass<'_> {
         for_threads.max(panels.div_ceil(TASK_PANELS)).min(panels)
     }
 
-    /// `silu(gate(x)) * up(x)`, a row for each row of each expert, as the kernels of `down` read it.
+    /// What goes into `down`, a row for each row of each expert, as its kernels read it.
     fn first(&self, x: &[u32], inner: &mut [u32]) {
         let Shape { hidden, inner: width, .. } = self.shape;
-        let flops = 4 * self.routing.rows.len() * hidden * width;
+        let flops = 2 * self.routing.rows.len() * hidden * self.form.rows(width);
         let panels = width.div_ceil(PANEL);
         let shares = self.shares(panels, self.active.len(), flops);
         let inner = Shared::new(inner);
@@ -157,12 +159,15 @@ impl Pass<'_> {
     ) {
         let Shape { hidden, inner: width, gate_up: dtype, down } = self.shape;
         let w = &group.expert.gate_up;
-        // The gate's columns and those of `up` beside each other, each from the panel on in which they begin.
-        let gate = panels(&columns);
-        let up = panels(&(width + columns.start..width + columns.end));
+        // The gate's columns, if there are any, and those of `up` beside each other, each from the panel on in which they
+        // begin.
+        let gates = if self.form.is_gated() { columns.clone() } else { 0..0 };
+        let before_up = self.form.rows(width) - width;
+        let gate = panels(&gates);
+        let up = panels(&(before_up + columns.start..before_up + columns.end));
         let up_at = gate.len() * PANEL;
         let sums_row = up_at + up.len() * PANEL;
-        let up_first = up_at + width + columns.start - up.start * PANEL;
+        let up_first = up_at + before_up + columns.start - up.start * PANEL;
         let Scratch { sums, row: activated } = scratch;
         activated.resize(columns.len(), 0.0);
         for members in blocks(&group.members) {
@@ -181,7 +186,7 @@ impl Pass<'_> {
             }
             for (member, sums) in members.zip(sums.chunks_exact(sums_row)) {
                 let up = &sums[up_first..][..columns.len()];
-                silu_mul_row(self.isa, &sums[..columns.len()], up, activated);
+                inner_row(self.isa, self.form, &sums[..gates.len()], up, activated);
                 let start = member * self.row_words + linear::words(self.isa, down, columns.start);
                 let words = linear::words(self.isa, down, columns.len());
                 // SAFETY: a task has its own columns of its own expert's rows; they begin at a panel, so that no pair

@@ -25,7 +25,7 @@ use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
 
 use crate::{
     Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, Expert, Fold, Form, GatedNorm, HeadCols,
-    KvShape, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape,
+    KvShape, MlpForm, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape,
 };
 
 pub use experts::CpuRouting;
@@ -142,8 +142,8 @@ impl Backend for Cpu {
         rows::head_norm(self.isa, &self.pool, x, col, heads, weight, eps);
     }
 
-    fn silu_mul(&self, x: &CpuTensor, out: &mut CpuTensor) {
-        rows::silu_mul(self.isa, &self.pool, x, out);
+    fn mlp_inner(&self, form: MlpForm, x: &CpuTensor, out: &mut CpuTensor) {
+        rows::mlp_inner(self.isa, &self.pool, form, x, out);
     }
 
     fn gate(&self, x: &mut CpuTensor, g: Cols<'_, Self>, width: usize, activation: Activation) {
@@ -194,8 +194,15 @@ impl Backend for Cpu {
         experts::route(self.isa, &self.pool, spec, logits, bias, routing);
     }
 
-    fn experts(&self, experts: &[Expert<Self>], routing: &CpuRouting, x: &CpuTensor, acc: &mut CpuTensor) {
-        experts::experts(self.isa, &self.pool, experts, routing, x, acc);
+    fn experts(
+        &self,
+        form: MlpForm,
+        experts: &[Expert<Self>],
+        routing: &CpuRouting,
+        x: &CpuTensor,
+        acc: &mut CpuTensor,
+    ) {
+        experts::experts(self.isa, &self.pool, form, experts, routing, x, acc);
     }
 
     fn conv(

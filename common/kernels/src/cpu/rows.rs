@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::math::{per_isa, sigmoid, silu};
 use super::pool::{Pool, Shared};
 use super::{Cpu, CpuTensor, Isa};
-use crate::{Activation, Cols, DeviceTensor, GatedNorm};
+use crate::{Activation, Cols, DeviceTensor, GatedNorm, MlpForm};
 
 /// Partial sums of a reduction.
 const LANES: usize = 16;
@@ -93,10 +93,32 @@ per_isa! {
 }
 
 per_isa! {
-    /// `out = silu(gate) * up`.
-    pub(super) fn silu_mul_row(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    fn swiglu_row(gate: &[f32], up: &[f32], out: &mut [f32]) {
         for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
             *out = silu(*gate) * up;
+        }
+    }
+}
+
+per_isa! {
+    fn bounded_swiglu_row(gate: &[f32], up: &[f32], limit: f32, out: &mut [f32]) {
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            let gate = silu(*gate);
+            // Not `min`, which would take the limit for NaN.
+            let gate = if gate > limit { limit } else { gate };
+            *out = gate * up.clamp(-limit, limit);
+        }
+    }
+}
+
+/// What an MLP does between its projections, to a row; `gate` is empty where there is none.
+pub(super) fn inner_row(isa: Isa, form: MlpForm, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    match form {
+        MlpForm::SwiGlu => swiglu_row(isa, gate, up, out),
+        MlpForm::BoundedSwiGlu { limit } => bounded_swiglu_row(isa, gate, up, limit, out),
+        MlpForm::Plain(activation) => {
+            out.copy_from_slice(up);
+            activate_row(isa, out, activation);
         }
     }
 }
@@ -235,14 +257,15 @@ pub(super) fn head_norm(
     });
 }
 
-/// `out [rows, f] = silu(x[.., ..f]) * x[.., f..]` for `x [rows, 2 f]`.
-pub(super) fn silu_mul(isa: Isa, pool: &Pool, x: &CpuTensor, out: &mut CpuTensor) {
+/// What an MLP does between its projections, to every row of `x`.
+pub(super) fn mlp_inner(isa: Isa, pool: &Pool, form: MlpForm, x: &CpuTensor, out: &mut CpuTensor) {
     let (rows, cols) = (x.rows(), x.cols());
-    assert!(cols.is_multiple_of(2), "silu_mul of an odd number of columns, {cols}");
-    out.resize(&[rows, cols / 2]);
-    each_row(pool, out.data_mut(), cols / 2, GATE_FLOPS, |row, out| {
-        let (gate, up) = x.data()[row * cols..][..cols].split_at(cols / 2);
-        silu_mul_row(isa, gate, up, out);
+    assert!(!form.is_gated() || cols.is_multiple_of(2), "mlp_inner of an odd number of columns, {cols}");
+    let width = if form.is_gated() { cols / 2 } else { cols };
+    out.resize(&[rows, width]);
+    each_row(pool, out.data_mut(), width, GATE_FLOPS, |row, out| {
+        let (gate, up) = x.data()[row * cols..][..cols].split_at(cols - width);
+        inner_row(isa, form, gate, up, out);
     });
 }
 

@@ -5,7 +5,7 @@ use super::linear::RefLinear;
 use super::real::Real;
 use super::tensor::RefTensor;
 use super::{Reference, rows};
-use crate::{Expert, RouteSpec, Score};
+use crate::{Expert, MlpForm, RouteSpec, Score};
 
 /// The experts of every row.
 #[derive(Clone, Debug)]
@@ -91,6 +91,7 @@ fn is_nan<R: Real>(x: R) -> bool {
 }
 
 pub(super) fn experts<R: Real>(
+    form: MlpForm,
     experts: &[Expert<Reference<R>>],
     routing: &RefRouting<R>,
     x: &RefTensor<R>,
@@ -108,13 +109,13 @@ pub(super) fn experts<R: Real>(
     for (index, expert) in experts.iter().enumerate() {
         let ([gate_up, k], [n, inner]) = (expert.gate_up.shape(), expert.down.shape());
         assert!(
-            k == hidden && n == hidden && gate_up == 2 * inner,
+            k == hidden && n == hidden && gate_up == form.rows(inner),
             "experts: expert {index} has weights [{gate_up}, {k}] and [{n}, {inner}], rows have {hidden} columns"
         );
     }
     for (i, chosen) in routing.rows.iter().enumerate() {
         for (expert, weight) in chosen {
-            let y = mlp(&experts[*expert], x.row(i));
+            let y = mlp(form, &experts[*expert], x.row(i));
             for (acc, y) in acc.row_mut(i).iter_mut().zip(y) {
                 *acc += *weight * y;
             }
@@ -122,15 +123,15 @@ pub(super) fn experts<R: Real>(
     }
 }
 
-/// `down(silu(gate(x)) * up(x))`.
-fn mlp<R: Real>(expert: &Expert<Reference<R>>, x: &[R]) -> Vec<R> {
+/// `down(inner(gate_up(x)))`.
+fn mlp<R: Real>(form: MlpForm, expert: &Expert<Reference<R>>, x: &[R]) -> Vec<R> {
     let apply = |w: &RefLinear<R>, x: &[R]| {
         let mut y = vec![R::ZERO; w.shape()[0]];
         w.product(x, |j, v| y[j] = v);
         y
     };
     let gate_up = apply(&expert.gate_up, x);
-    let mut inner = vec![R::ZERO; gate_up.len() / 2];
-    rows::silu_mul_row(&gate_up, &mut inner);
+    let mut inner = vec![R::ZERO; expert.down.shape()[1]];
+    rows::inner_row(form, &gate_up, &mut inner);
     apply(&expert.down, &inner)
 }

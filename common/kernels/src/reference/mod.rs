@@ -22,7 +22,7 @@ use hypic_state::{DType, HostKv, HostTensor, Storage, Transition};
 
 use crate::{
     Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, DeviceTensor, Expert, Fold, Form, GatedNorm,
-    HeadCols, KvShape, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape,
+    HeadCols, KvShape, MlpForm, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape,
 };
 
 pub use experts::RefRouting;
@@ -128,8 +128,8 @@ impl<R: Real> Backend for Reference<R> {
         rows::head_norm(x, col, heads, weight, eps);
     }
 
-    fn silu_mul(&self, x: &RefTensor<R>, out: &mut RefTensor<R>) {
-        rows::silu_mul(x, out);
+    fn mlp_inner(&self, form: MlpForm, x: &RefTensor<R>, out: &mut RefTensor<R>) {
+        rows::mlp_inner(form, x, out);
     }
 
     fn gate(&self, x: &mut RefTensor<R>, g: Cols<'_, Self>, width: usize, activation: Activation) {
@@ -189,8 +189,15 @@ impl<R: Real> Backend for Reference<R> {
         experts::route(spec, logits, bias, routing);
     }
 
-    fn experts(&self, experts: &[Expert<Self>], routing: &RefRouting<R>, x: &RefTensor<R>, acc: &mut RefTensor<R>) {
-        experts::experts(experts, routing, x, acc);
+    fn experts(
+        &self,
+        form: MlpForm,
+        experts: &[Expert<Self>],
+        routing: &RefRouting<R>,
+        x: &RefTensor<R>,
+        acc: &mut RefTensor<R>,
+    ) {
+        experts::experts(form, experts, routing, x, acc);
     }
 
     fn conv(

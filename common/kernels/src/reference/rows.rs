@@ -6,7 +6,7 @@ use super::kv::RefRope;
 use super::real::Real;
 use super::tensor::RefTensor;
 use super::{Columns, check};
-use crate::{Activation, DeviceTensor, GatedNorm, HeadCols, Positions};
+use crate::{Activation, DeviceTensor, GatedNorm, HeadCols, MlpForm, Positions};
 
 fn activated<R: Real>(activation: Activation, x: R) -> R {
     match activation {
@@ -57,22 +57,33 @@ pub(super) fn head_norm<R: Real>(x: &mut RefTensor<R>, col: usize, heads: usize,
     }
 }
 
-pub(super) fn silu_mul<R: Real>(x: &RefTensor<R>, out: &mut RefTensor<R>) {
-    let (rows, two_f) = check::matrix("silu_mul", "x", x);
-    assert!(two_f % 2 == 0, "silu_mul: x {:?} needs an even number of columns", x.shape());
-    let f = two_f / 2;
-    out.resize(&[rows, f]);
+pub(super) fn mlp_inner<R: Real>(form: MlpForm, x: &RefTensor<R>, out: &mut RefTensor<R>) {
+    let (rows, columns) = check::matrix("mlp_inner", "x", x);
+    assert!(!form.is_gated() || columns % 2 == 0, "mlp_inner: x {:?} needs an even number of columns", x.shape());
+    out.resize(&[rows, if form.is_gated() { columns / 2 } else { columns }]);
     for i in 0..rows {
-        silu_mul_row(x.row(i), out.row_mut(i));
+        inner_row(form, x.row(i), out.row_mut(i));
     }
 }
 
-/// `silu(gate) * up` of a row `[gate | up]`.
-pub(super) fn silu_mul_row<R: Real>(x: &[R], out: &mut [R]) {
-    let (gate, up) = x.split_at(out.len());
-    for (o, (g, u)) in out.iter_mut().zip(gate.iter().zip(up)) {
-        *o = g.silu() * *u;
+/// What stands between the projections of an MLP, of a row `[gate | up]` or `[up]`.
+pub(super) fn inner_row<R: Real>(form: MlpForm, x: &[R], out: &mut [R]) {
+    let (gate, up) = x.split_at(x.len() - out.len());
+    for (i, (o, u)) in out.iter_mut().zip(up).enumerate() {
+        *o = match form {
+            MlpForm::SwiGlu => gate[i].silu() * *u,
+            MlpForm::BoundedSwiGlu { limit } => {
+                let limit = R::from_f64(f64::from(limit));
+                at_most(gate[i].silu(), limit) * -at_most(-at_most(*u, limit), limit)
+            }
+            MlpForm::Plain(activation) => activated(activation, *u),
+        };
     }
+}
+
+/// The smaller of the two; NaN of `x` stays.
+fn at_most<R: Real>(x: R, limit: R) -> R {
+    if x > limit { limit } else { x }
 }
 
 pub(super) fn gate<R: Real>(x: &mut RefTensor<R>, g: Columns<'_, R>, width: usize, activation: Activation) {

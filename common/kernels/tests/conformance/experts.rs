@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use hypic_kernels::{Backend, Expert, RouteSpec, Score};
+use hypic_kernels::{Activation, Backend, Expert, MlpForm, RouteSpec, Score};
 use hypic_state::{DType, HostTensor};
 
 use crate::support::{Rng, close, cpu_thread_pairs, reference, same_bits, slice_rows, values, within};
@@ -40,7 +40,7 @@ fn weights<B: Backend>(b: &B, spec: &RouteSpec, logits: &HostTensor, bias: Optio
     let mut routing = b.routing();
     b.route(spec, &b.upload(logits), bias.map(|t| b.upload(t)).as_ref(), &mut routing);
     let mut acc = b.zeros(&[rows, count]);
-    b.experts(&experts, &routing, &b.upload(&first(rows, 0, count)), &mut acc);
+    b.experts(MlpForm::SwiGlu, &experts, &routing, &b.upload(&first(rows, 0, count)), &mut acc);
     let silu_of_one = 1.0 / (1.0 + (-1f64).exp());
     values(b, &acc).into_iter().map(|x| x / silu_of_one).collect()
 }
@@ -230,6 +230,7 @@ pub fn routes_match<B: Backend>(b: &B) {
 
 struct Case {
     spec: RouteSpec,
+    form: MlpForm,
     logits: HostTensor,
     bias: Option<HostTensor>,
     gate_up: Vec<HostTensor>,
@@ -241,13 +242,16 @@ struct Case {
 impl Case {
     fn new(rng: &mut Rng, spec: RouteSpec, hidden: usize, inner: usize, rows: usize) -> Self {
         let (logits, bias, _) = random_logits(rng, &spec, rows);
+        let bounded = MlpForm::BoundedSwiGlu { limit: 0.4 };
+        let form = rng.pick(&[MlpForm::SwiGlu, bounded, MlpForm::Plain(Activation::SquaredRelu)]);
         let mut each = |n, k: usize| (0..spec.experts).map(|_| rng.tensor(&[n, k], (k as f64).powf(-0.5))).collect();
         Case {
-            gate_up: each(2 * inner, hidden),
+            gate_up: each(form.rows(inner), hidden),
             down: each(hidden, inner),
             x: rng.tensor(&[rows, hidden], 1.0),
             acc: rng.tensor(&[rows, hidden], 0.1),
             spec,
+            form,
             logits,
             bias,
         }
@@ -264,7 +268,7 @@ impl Case {
         b.route(&self.spec, &b.upload(&self.logits), None, &mut routing);
         b.route(&self.spec, &upload(&self.logits), self.bias.as_ref().map(|t| b.upload(t)).as_ref(), &mut routing);
         let mut acc = upload(&self.acc);
-        b.experts(&experts, &routing, &upload(&self.x), &mut acc);
+        b.experts(self.form, &experts, &routing, &upload(&self.x), &mut acc);
         values(b, &acc)
     }
 }
@@ -282,7 +286,8 @@ pub fn experts_match<B: Backend>(b: &B) {
             let case = Case::new(&mut rng, spec, hidden, inner, rows);
             // What goes into `down` is rounded to bf16, and may fall on the other side of a rounding edge.
             for (dtype, tolerance) in [(DType::F32, 5e-6), (DType::Bf16, 4e-3)] {
-                let label = format!("{} experts {dtype} [{rows}, {hidden}] {inner} {spec:?}", b.kernel_set());
+                let label =
+                    format!("{} experts {dtype} [{rows}, {hidden}] {inner} {:?} {spec:?}", b.kernel_set(), case.form);
                 close(&label, &case.run(b, dtype, 0..rows), &case.run(&r, dtype, 0..rows), tolerance);
             }
         }

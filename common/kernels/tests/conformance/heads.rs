@@ -130,7 +130,7 @@ pub fn stretched_rotations_have_a_larger_base<B: Backend>(b: &B) {
         };
         let larger = if pairs == 1 { 1e4 } else { 1e4 * alpha.powf(width as f64 / (width as f64 - 2.0)) };
         let x = rng.tensor(&[rows, 2 * width], 1.0);
-        let at: Vec<i64> = (0..rows).map(|_| rng.below(100_000) as i64).collect();
+        let at: Vec<i64> = (0..rows).map(|_| rng.below(6000) as i64).collect();
         let stretched = [Positions { at: &at, ntk_alpha: alpha }];
         let got = rotated(b, &x, 0, 2, width, &stretched, &of_base(1e4));
         let want = rotated(b, &x, 0, 2, width, &[Positions::plain(&at)], &of_base(larger));
@@ -149,7 +149,9 @@ pub fn rotations_match<B: Backend>(b: &B) {
             let (col, behind) = (rng.below(7), rng.below(4));
             let Some(spec) = rope_spec(&mut rng, d) else { continue };
             let x = rng.tensor(&[rows, col + heads * d + behind], 1.0);
-            let positions: Vec<i64> = (0..rows).map(|_| rng.below(300_000) as i64 - 1000).collect();
+            // Far positions take a large table.
+            let farthest = if seed % 10 == 0 { 300_000 } else { 3000 };
+            let positions: Vec<i64> = (0..rows).map(|_| rng.below(farthest) as i64 - 1000).collect();
             let label = format!("{} rotate seed={seed} rows={rows} {heads} of {d} at {col} {spec:?}", b.kernel_set());
             let positions = three(&positions);
             let got = rotated(b, &x, col, heads, d, &positions, &spec);

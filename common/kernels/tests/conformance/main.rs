@@ -49,6 +49,7 @@ mod random {
         rows::gather_matches,
         rows::norms_match,
         rows::gates_match,
+        rows::bounded_mlps_are_as_written,
         rows::mixes_match,
         heads::copies_match,
         heads::head_linear_matches,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use hypic_kernels::{Activation, Backend, Cols, DeviceTensor, GatedNorm};
+use hypic_kernels::{Activation, Backend, Cols, DeviceTensor, GatedNorm, MlpForm};
 use hypic_state::HostTensor;
 
 use crate::support::{Rng, close, dirty, reference, same_bits, slice_rows, values, within};
@@ -97,11 +97,32 @@ pub fn norms_match<B: Backend>(b: &B) {
     }
 }
 
-fn silu_mul<B: Backend>(b: &B, x: &HostTensor) -> Vec<f64> {
+fn inner<B: Backend>(b: &B, form: MlpForm, x: &HostTensor) -> Vec<f64> {
     let mut out = dirty(b);
-    b.silu_mul(&b.upload(x), &mut out);
-    assert_eq!(out.shape(), [x.shape()[0], x.shape()[1] / 2]);
+    b.mlp_inner(form, &b.upload(x), &mut out);
+    assert_eq!(form.rows(out.cols()), x.shape()[1]);
+    assert_eq!(out.rows(), x.shape()[0]);
     values(b, &out)
+}
+
+/// Every kind of MLP; the limit is one that some numbers reach.
+const FORMS: [MlpForm; 3] =
+    [MlpForm::SwiGlu, MlpForm::BoundedSwiGlu { limit: 1.5 }, MlpForm::Plain(Activation::SquaredRelu)];
+
+/// Bounds by hand: the gate from above behind its silu, `up` from both sides; NaN goes through.
+pub fn bounded_mlps_are_as_written<B: Backend>(b: &B) {
+    let (gate, up) = ([9f32, 9.0, -9.0, 1.0, 3.0, f32::NAN, 1.0], [0.5f32, -7.0, 7.0, 1.0, f32::NAN, 1.0, 2.5]);
+    let x = HostTensor::from_f32([1, 14], &[gate, up].concat());
+    let got = inner(b, MlpForm::BoundedSwiGlu { limit: 2.0 }, &x);
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    let want = [2.0 * 0.5, 2.0 * -2.0, silu(-9.0) * 2.0, silu(1.0), f64::NAN, f64::NAN, silu(1.0) * 2.0];
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!((got - want).abs() < 1e-6 || (got.is_nan() && want.is_nan()), "{}: {i} is {got}", b.kernel_set());
+    }
+    // A limit that is not reached is none.
+    let small = HostTensor::from_f32([1, 4], &[0.3, -2.0, 1.0, -1.9]);
+    let bounded = inner(b, MlpForm::BoundedSwiGlu { limit: 2.0 }, &small);
+    same_bits("an unreached limit", &bounded, &inner(b, MlpForm::SwiGlu, &small));
 }
 
 fn gate<B: Backend>(b: &B, x: &HostTensor, g: &HostTensor, col: usize, width: usize, gate: Activation) -> Vec<f64> {
@@ -133,7 +154,9 @@ pub fn gates_match<B: Backend>(b: &B) {
             for scale in GATE_SCALES {
                 let label = |op: &str| format!("{} {op} rows={rows} k={k} scale={scale}", b.kernel_set());
                 let x = rng.tensor(&[rows, 2 * k], scale);
-                close(&label("silu_mul"), &silu_mul(b, &x), &silu_mul(&r, &x), TOLERANCE);
+                for form in FORMS {
+                    close(&label(&format!("{form:?}")), &inner(b, form, &x), &inner(&r, form, &x), TOLERANCE);
+                }
                 let (col, behind) = (rng.below(9), rng.below(5));
                 let x = rng.tensor(&[rows, k], 1.0);
                 let g = rng.tensor(&[rows, col + k + behind], scale);
@@ -192,7 +215,8 @@ pub fn rows_steps_are_independent<B: Backend>(b: &B) {
                 head(b, &x, 0, 2, &weight),
                 gated(b, spec, &x, &weight, &g, 3),
                 gated(b, GatedNorm { gate_first: true, ..spec }, &x, &weight2, &g, 3),
-                silu_mul(b, &x),
+                inner(b, MlpForm::SwiGlu, &x),
+                inner(b, MlpForm::BoundedSwiGlu { limit: 0.5 }, &x),
                 gate(b, &x, &g, 3, 1, Activation::Sigmoid),
                 gate(b, &x, &g, 3, k, Activation::Silu),
                 activate(b, &x, k..2 * k, Activation::SquaredRelu),

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use hypic_kernels::{
     Activation, AttentionRows, AttentionShape, Backend, Cols, ConvFold, ConvStep, Decay, Expert, Fold, GatedNorm,
-    HeadCols, KvShape, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape, Score, Step, Write,
+    HeadCols, KvShape, MlpForm, Positions, RopeSpec, RouteSpec, ScanInputs, ScanShape, Score, Step, Write,
 };
 use hypic_state::{DType, HostTensor};
 
@@ -42,7 +42,7 @@ fn refuse_all<B: Backend>(b: &B, refuses: impl Fn(&str, &mut dyn FnMut())) {
     refuses("gather", &mut || b.gather(&t(&[2, 3]), &[2], &mut out));
     refuses("rms_norm", &mut || b.rms_norm(&t(&[2, 3]), &t(&[4]), 1e-6, &mut out));
     refuses("head_norm", &mut || b.head_norm(&mut t(&[2, 7]), 0, 2, &t(&[4]), 1e-6));
-    refuses("silu_mul", &mut || b.silu_mul(&t(&[2, 3]), &mut out));
+    refuses("mlp_inner", &mut || b.mlp_inner(MlpForm::SwiGlu, &t(&[2, 3]), &mut out));
     refuses("gate", &mut || b.gate(&mut t(&[2, 3]), Cols::new(&t(&[2, 4]), 2), 1, Activation::Silu));
     refuses("gate", &mut || b.gate(&mut t(&[2, 3]), Cols::new(&t(&[2, 4]), 0), 2, Activation::Silu));
     refuses("activate", &mut || b.activate(&mut t(&[2, 3]), 1..4, Activation::Silu));
@@ -96,10 +96,12 @@ fn refuse_all<B: Backend>(b: &B, refuses: impl Fn(&str, &mut dyn FnMut())) {
     let mut routing = b.routing();
     b.route(&spec, &logits, None, &mut routing);
     let four = [0; 4].map(|_| mlp(2));
-    refuses("experts", &mut || b.experts(&four[..3], &routing, &t(&[2, 3]), &mut t(&[2, 3])));
-    refuses("experts", &mut || b.experts(&four, &routing, &t(&[3, 3]), &mut t(&[3, 3])));
-    refuses("experts", &mut || b.experts(&four, &routing, &t(&[2, 4]), &mut t(&[2, 4])));
-    refuses("experts", &mut || b.experts(&four, &routing, &t(&[2, 3]), &mut t(&[2, 4])));
+    refuses("experts", &mut || b.experts(MlpForm::SwiGlu, &four[..3], &routing, &t(&[2, 3]), &mut t(&[2, 3])));
+    refuses("experts", &mut || b.experts(MlpForm::SwiGlu, &four, &routing, &t(&[3, 3]), &mut t(&[3, 3])));
+    refuses("experts", &mut || b.experts(MlpForm::SwiGlu, &four, &routing, &t(&[2, 4]), &mut t(&[2, 4])));
+    let plain = MlpForm::Plain(Activation::Silu);
+    refuses("experts", &mut || b.experts(plain, &four, &routing, &t(&[2, 3]), &mut t(&[2, 3])));
+    refuses("experts", &mut || b.experts(MlpForm::SwiGlu, &four, &routing, &t(&[2, 3]), &mut t(&[2, 4])));
 
     refuses("conv", &mut || {
         let mut window = t(&[2, 4]);

@@ -5,7 +5,7 @@ use hypic_kernels::{Activation, RopeSpec};
 
 use super::parts::layout::listed_or_ruled;
 use super::parts::lightning::{layer_factor, lightning};
-use super::parts::moe::{PROJ, SigmoidExperts, feed, sparse_layers};
+use super::parts::moe::{LIMITS, PROJ, SigmoidExperts, feed, limits, sparse_layers};
 use super::parts::read::{divides, only, spelling};
 use super::parts::{Heads, Module, Trunk};
 use super::rope::{RopeDefaults, rope};
@@ -27,10 +27,17 @@ pub(super) fn stack(
     let is_full = full_layers(trunk)?;
     let is_sparse = sparse_layers(trunk)?;
     let biased = trunk.c.opt_bool("moe_router_enable_expert_bias")?.unwrap_or(true);
-    let experts = SigmoidExperts { module: "mlp", names: PROJ, bias: biased.then_some("gate.expert_bias") };
+    let [expert_limits, shared_limits] = LIMITS.map(|key| limits(&trunk.c, key, trunk.layers));
+    let (expert_limits, shared_limits) = (expert_limits?, shared_limits?);
     let model = trunk.model(family, |l, at| {
         let module = at.sub("attention");
         let mixer = if is_full[l] { full(&module) } else { linear(l, &module).into() };
+        let experts = SigmoidExperts {
+            module: "mlp",
+            experts: PROJ.bounded(expert_limits[l]),
+            shared: PROJ.bounded(shared_limits[l]),
+            bias: biased.then_some("gate.expert_bias"),
+        };
         Ok(trunk.layer(at, mixer, feed(trunk, at, is_sparse[l], &experts)?))
     })?;
     Ok(ModelSpec { embed: trunk.root.tensor("word_embeddings.weight"), ..model })

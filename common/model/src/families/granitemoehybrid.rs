@@ -1,6 +1,7 @@
 //! Granite 4: Mamba2 and grouped-query attention with factors on embedding, scores, residuals and logits, behind each an
 //! MLP that serves every row, and in most sizes experts beside it.
 
+use hypic_kernels::MlpForm;
 use hypic_state::ComposeRule;
 
 use super::parts::layout::mamba_types;
@@ -60,7 +61,7 @@ fn feed(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
     let shared = MlpSpec {
         inner,
         gate_up: vec![of_mlp.rows("input_linear", 2 * inner)],
-        ungated: None,
+        form: MlpForm::SwiGlu,
         down: of_mlp.rows("output_linear", trunk.hidden),
     };
     if c.opt_usize("num_local_experts")? == Some(0) {
@@ -68,14 +69,7 @@ fn feed(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
     }
     let at = at.sub("block_sparse_moe");
     let route = softmax(trunk, true)?;
-    let experts = ExpertsSpec {
-        route,
-        router: at.rows("router.layer", route.experts),
-        bias: None,
-        experts: fused(&at, LINEAR, trunk.hidden, c.size("intermediate_size")?, route.experts),
-        fused: None,
-        shared: Some(shared),
-        shared_gate: None,
-    };
-    Ok(experts.into())
+    let experts = fused(&at, LINEAR, MlpForm::SwiGlu, trunk.hidden, c.size("intermediate_size")?, route.experts);
+    let experts = ExpertsSpec::new(route, at.rows("router.layer", route.experts), experts);
+    Ok(ExpertsSpec { shared: Some(shared), ..experts }.into())
 }

@@ -3,7 +3,7 @@
 
 use super::parts::layout::{either, layer_types, numbers};
 use super::parts::mla::Latent;
-use super::parts::moe::{NUMBERED, SigmoidExperts, feed, sparse_layers};
+use super::parts::moe::{NUMBERED, PROJ, SigmoidExperts, feed, sparse_layers};
 use super::parts::read::only;
 use super::parts::recurrent::{kimi_delta, shape};
 use super::parts::{Defaults, Trunk};
@@ -16,8 +16,12 @@ const LINEAR: &str = "linear_attn_config";
 /// The list of layers with full attention, in there.
 const FULL: &str = "full_attn_layers";
 
-const EXPERTS: SigmoidExperts =
-    SigmoidExperts { module: "block_sparse_moe", names: NUMBERED, bias: Some("gate.e_score_correction_bias") };
+const EXPERTS: SigmoidExperts = SigmoidExperts {
+    module: "block_sparse_moe",
+    experts: NUMBERED,
+    shared: PROJ,
+    bias: Some("gate.e_score_correction_bias"),
+};
 
 pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     let trunk = Trunk::read(config, "model.", &Defaults { eps: 1e-5, positions: 1 << 20 })?;

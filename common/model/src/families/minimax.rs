@@ -1,9 +1,7 @@
 //! MiniMax-Text-01 and M1: lightning attention without rotation, grouped-query attention with rotation of a part of
 //! each head, experts, and a residual that is the normalised input. In the key set of the releases and in that of
-//! transformers, which also stores the decays. They follow from the configuration; stored slopes that do not are refused
-//! at load.
-
-use std::fmt::Display;
+//! transformers, which also stores the decays: where the number of heads is no power of two,
+//! they are others than the releases have, and those that are stored count.
 
 use hypic_kernels::Activation;
 
@@ -13,13 +11,13 @@ use super::parts::moe::{NUMBERED, one_by_one, softmax};
 use super::parts::read::{factor, spelling};
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
 use super::rope::{RopeDefaults, rope};
-use crate::spec::{Block, DecaySpec, ExpertsSpec, FeedSpec, LayerSpec, MixerSpec, RecurrentSpec, Residual};
+use crate::spec::{Block, DecaySpec, ExpertsSpec, FeedSpec, LayerSpec, RecurrentSpec, Residual};
 use crate::{Config, ModelError, ModelSpec};
 
 /// Added to the mean square in the norm of a linear layer's output, whatever `rms_norm_eps` says.
 const OUTPUT_EPS: f32 = 1e-6;
 
-/// A linear layer's tensor that repeats its decay.
+/// A linear layer's tensor of its decays.
 const SLOPES: &str = "slope_rate";
 
 /// Tensors of a linear layer that follow from that one.
@@ -63,27 +61,13 @@ fn describe(config: &Config, family: &'static str, normed: bool, more: f64) -> R
             feed: layer.feed.map(|feed| Block { residual: residuals.mlp, ..feed }),
         })
     })?;
-    let modules = trunk.root.sub("layers");
-    let tensor = |l: &dyn Display, name: &str| modules.sub(l).sub("self_attn").tensor(name);
-    let decays = DECAYS.map(|name| tensor(&'*', name));
-    let slopes = |(l, layer): (usize, &LayerSpec)| Some((tensor(&l, SLOPES), slopes(&layer.mixer.body)?));
-    Ok(ModelSpec {
-        expected: model.layers.iter().enumerate().filter_map(slopes).collect(),
-        ignored: model.ignored.into_iter().chain(decays).collect(),
-        ..model
-    })
-}
-
-/// Less the log decays of a linear layer.
-fn slopes(mixer: &MixerSpec) -> Option<Vec<f64>> {
-    let MixerSpec::Recurrent(linear) = mixer else { return None };
-    let DecaySpec::Fixed(log) = &linear.decay else { return None };
-    Some(log.iter().map(|decay| -decay).collect())
+    let decays = DECAYS.map(|name| trunk.root.sub("layers").sub('*').sub("self_attn").tensor(name));
+    Ok(ModelSpec { ignored: model.ignored.into_iter().chain(decays).collect(), ..model })
 }
 
 fn linear(trunk: &Trunk<'_>, at: &Module, heads: Heads, factor: f64) -> RecurrentSpec {
     let all = heads.queries();
-    RecurrentSpec {
+    let mut layer = RecurrentSpec {
         activation: Some(Activation::Silu),
         ..lightning(
             heads.heads,
@@ -94,22 +78,18 @@ fn linear(trunk: &Trunk<'_>, at: &Module, heads: Heads, factor: f64) -> Recurren
             at.norm("norm", all, OUTPUT_EPS),
             at.rows("out_proj", trunk.hidden),
         )
+    };
+    if let DecaySpec::Fixed { stored, .. } = &mut layer.decay {
+        *stored = Some(at.tensor(SLOPES));
     }
+    layer
 }
 
 fn experts(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
     let route = softmax(trunk, true)?;
     let inner = trunk.c.size("intermediate_size")?;
-    let experts = ExpertsSpec {
-        route,
-        router: at.rows("gate", route.experts),
-        bias: None,
-        experts: one_by_one(at, NUMBERED, trunk.hidden, inner, route.experts),
-        fused: None,
-        shared: None,
-        shared_gate: None,
-    };
-    Ok(experts.into())
+    let experts = one_by_one(at, NUMBERED, trunk.hidden, inner, route.experts);
+    Ok(ExpertsSpec::new(route, at.rows("gate", route.experts), experts).into())
 }
 
 /// How results are joined to the residual stream.

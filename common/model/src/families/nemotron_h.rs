@@ -1,14 +1,15 @@
-//! Nemotron-H: blocks of one function each, Mamba2, grouped-query attention without rotation, or an MLP with a squared
-//! relu. An MLP is taken as the second half of the layer whose mixer stands before it.
+//! Nemotron-H: blocks of one function each, Mamba2, grouped-query attention without rotation, an MLP with a squared relu,
+//! or experts that are such MLPs. A block without a mixer is taken as the second half of the layer whose mixer stands
+//! before it.
 
-use hypic_kernels::Activation;
 use hypic_state::ComposeRule;
 
 use super::parts::layout::{ATTENTION, MAMBA};
 use super::parts::mamba2::{Keys, mamba2};
+use super::parts::moe::{FUSED_UNGATED, SQUARED_RELU, SigmoidExperts, fused, mlp, one_by_one, sigmoid_experts};
 use super::parts::read::{only, spelling};
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
-use crate::spec::{FeedSpec, LayerSpec, MlpSpec};
+use crate::spec::{ExpertsSpec, FeedSpec, LayerSpec};
 use crate::{Config, ModelError, ModelSpec};
 
 const KEYS: Keys = Keys {
@@ -29,6 +30,7 @@ enum Kind {
     Mamba,
     Attention,
     Mlp,
+    Experts,
 }
 
 pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
@@ -47,12 +49,15 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         let mixer = match kind {
             Kind::Mamba => mamba2(&trunk, &mixer_at, &KEYS)?.into(),
             Kind::Attention => attention(&trunk, &mixer_at, heads, None).into(),
-            Kind::Mlp => {
-                let feed = trunk.block(&at, "norm", squared_relu(&trunk, &mixer_at)?);
+            Kind::Mlp | Kind::Experts => {
+                let feed = match kind {
+                    Kind::Experts => experts(&trunk, &mixer_at)?,
+                    _ => FeedSpec::Dense(mlp(&mixer_at, SQUARED_RELU, trunk.hidden, c.size("intermediate_size")?)),
+                };
                 match layers.last_mut() {
-                    Some(layer) if layer.feed.is_none() => layer.feed = Some(feed),
+                    Some(layer) if layer.feed.is_none() => layer.feed = Some(trunk.block(&at, "norm", feed)),
                     _ => {
-                        let problem = format!("{name} is an MLP behind no mixer (served are those behind one)");
+                        let problem = format!("{name} stands behind no mixer (MLPs and experts behind one are served)");
                         return Err(ModelError::Unsupported(problem));
                     }
                 }
@@ -71,14 +76,25 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     })
 }
 
-fn squared_relu(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
-    let inner = trunk.c.size("intermediate_size")?;
-    Ok(FeedSpec::Dense(MlpSpec {
-        inner,
-        gate_up: vec![at.rows("up_proj", inner)],
-        ungated: Some(Activation::SquaredRelu),
-        down: at.rows("down_proj", trunk.hidden),
-    }))
+/// Experts, in the larger models on a projection of the rows; the router and the shared experts see the rows themselves.
+fn experts(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
+    const EXPERTS: SigmoidExperts = SigmoidExperts {
+        module: "mixer",
+        experts: SQUARED_RELU,
+        shared: SQUARED_RELU,
+        bias: Some("gate.e_score_correction_bias"),
+    };
+    let narrow = trunk.c.opt_size("moe_latent_size")?;
+    let described = sigmoid_experts(trunk, at, &EXPERTS)?;
+    let width = narrow.unwrap_or(trunk.hidden);
+    let (count, inner) = (described.route.experts, described.experts[0].inner);
+    let spec = ExpertsSpec {
+        narrow: narrow.map(|width| [at.rows("fc1_latent_proj", width), at.rows("fc2_latent_proj", trunk.hidden)]),
+        experts: one_by_one(at, SQUARED_RELU, width, inner, count),
+        fused: Some(fused(at, FUSED_UNGATED, SQUARED_RELU.form, width, inner, count)),
+        ..described
+    };
+    Ok(spec.into())
 }
 
 /// What each block does, with the name of its entry: a letter of `hybrid_override_pattern`, or a word of
@@ -102,7 +118,8 @@ fn blocks(c: &Config) -> Result<Vec<(String, Kind)>, ModelError> {
             word if word == "M" || MAMBA.contains(&word) => Ok((name, Kind::Mamba)),
             word if word == "*" || ATTENTION.contains(&word) => Ok((name, Kind::Attention)),
             "-" | "mlp" => Ok((name, Kind::Mlp)),
-            _ => Err(ModelError::Unsupported(format!("{name} (Mamba2, attention and MLPs are served)"))),
+            "E" | "moe" => Ok((name, Kind::Experts)),
+            _ => Err(ModelError::Unsupported(format!("{name} (Mamba2, attention, MLPs and experts are served)"))),
         }
     };
     words.into_iter().enumerate().map(kind).collect()

@@ -1,7 +1,7 @@
 //! What Qwen3.5 and Qwen3-Next share: gated delta nets and gated grouped-query attention, every norm zero-centred but
 //! that inside the delta net, experts of a softmax router and one more behind a gate of its own.
 
-use hypic_kernels::{RopeSpec, ScanShape};
+use hypic_kernels::{MlpForm, RopeSpec, ScanShape};
 
 use super::parts::layout::{every, listed_or_ruled};
 use super::parts::moe::{FUSED, PROJ, fused, mlp, one_by_one, softmax};
@@ -97,13 +97,10 @@ pub(super) fn experts(trunk: &Trunk<'_>, at: &Module, renormalise: bool) -> Resu
     let inner = c.size("moe_intermediate_size")?;
     let shared = c.size("shared_expert_intermediate_size")?;
     let experts = ExpertsSpec {
-        route,
-        router: at.rows("gate", route.experts),
-        bias: None,
-        experts: one_by_one(at, PROJ, hidden, inner, route.experts),
-        fused: Some(fused(at, FUSED, hidden, inner, route.experts)),
+        fused: Some(fused(at, FUSED, MlpForm::SwiGlu, hidden, inner, route.experts)),
         shared: Some(mlp(&at.sub("shared_expert"), PROJ, hidden, shared)),
         shared_gate: Some(at.rows("shared_expert_gate", 1)),
+        ..ExpertsSpec::new(route, at.rows("gate", route.experts), one_by_one(at, PROJ, hidden, inner, route.experts))
     };
     Ok(experts.into())
 }

@@ -1,7 +1,7 @@
 //! Mixture of experts. Routing is discontinuous: logits that differ in the last bit can choose another expert, so the
 //! router is computed in f32 whatever the model's dtype, and its logits depend on nothing but their row.
 
-use hypic_kernels::{Backend, Expert, RouteSpec};
+use hypic_kernels::{Backend, DeviceTensor, Expert, MlpForm, RouteSpec};
 use hypic_state::DType;
 
 use super::{Loader, Mlp, Scratch, Sum};
@@ -14,6 +14,9 @@ pub(crate) struct Experts<B: Backend> {
     /// `[experts, hidden]`, always in f32: rounded logits would choose other experts.
     router: B::Linear,
     bias: Option<B::Tensor>,
+    /// To the columns that the experts work on, and back.
+    narrow: Option<[B::Linear; 2]>,
+    form: MlpForm,
     experts: Vec<Expert<B>>,
     shared: Option<Mlp<B>>,
     shared_gate: Option<B::Linear>,
@@ -24,11 +27,20 @@ impl<B: Backend> Experts<B> {
         let stacked = spec.fused.as_ref().filter(|f| f.first().is_some_and(|e| loader.checkpoint.has(&e.down.name)));
         let experts = stacked.unwrap_or(&spec.experts);
         debug_assert_eq!(experts.len(), spec.route.experts, "a description has every expert");
+        let form = experts.first().map_or(MlpForm::SwiGlu, |expert| expert.form);
+        debug_assert!(experts.iter().all(|expert| expert.form == form), "experts are of one form");
+        let width = spec.narrow.as_ref().map_or(hidden, |[down, _]| down.rows());
+        let narrow = match &spec.narrow {
+            Some([down, up]) => Some([loader.linear([down], hidden)?, loader.linear([up], width)?]),
+            None => None,
+        };
         Ok(Experts {
+            narrow,
+            form,
             route: spec.route,
             router: loader.linear_in([&spec.router], hidden, DType::F32)?,
             bias: spec.bias.as_ref().map(|name| loader.tensor(name, &[spec.route.experts])).transpose()?,
-            experts: experts.iter().map(|e| expert(loader, e, hidden)).collect::<Result<_, _>>()?,
+            experts: experts.iter().map(|e| expert(loader, e, width)).collect::<Result<_, _>>()?,
             shared: spec.shared.as_ref().map(|s| Mlp::load(loader, s, hidden)).transpose()?,
             shared_gate: match &spec.shared_gate {
                 Some(gate) => Some(loader.linear_in([gate], hidden, DType::F32)?),
@@ -41,16 +53,19 @@ impl<B: Backend> Experts<B> {
         if let Some(shared) = &self.shared {
             shared.forward(backend, x, scratch, self.shared_gate.as_ref(), &mut sum);
         }
-        let Scratch { logits, routing, .. } = scratch;
+        let Scratch { logits, routing, narrow, wide, .. } = scratch;
         backend.linear(&self.router, x, logits);
         backend.route(&self.route, logits, self.bias.as_ref(), routing);
-        backend.experts(&self.experts, routing, x, sum.so_far(x));
+        let Some([down, up]) = &self.narrow else {
+            return backend.experts(self.form, &self.experts, routing, x, sum.so_far(x));
+        };
+        backend.linear(down, x, narrow);
+        *wide = backend.zeros(narrow.shape());
+        backend.experts(self.form, &self.experts, routing, narrow, wide);
+        sum.linear(up, wide);
     }
 }
 
-fn expert<B: Backend>(loader: &mut Loader<'_, B>, spec: &MlpSpec, hidden: usize) -> Result<Expert<B>, ModelError> {
-    if spec.ungated.is_some() {
-        return Err(ModelError::Unsupported(format!("experts without a gate ({})", spec.down.name)));
-    }
-    Ok(Expert { gate_up: loader.linear(&spec.gate_up, hidden)?, down: loader.linear([&spec.down], spec.inner)? })
+fn expert<B: Backend>(loader: &mut Loader<'_, B>, spec: &MlpSpec, width: usize) -> Result<Expert<B>, ModelError> {
+    Ok(Expert { gate_up: loader.linear(&spec.gate_up, width)?, down: loader.linear([&spec.down], spec.inner)? })
 }

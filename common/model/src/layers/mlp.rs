@@ -1,18 +1,17 @@
 //! The feed-forward layer that serves every row, also as the shared one beside experts.
 
-use hypic_kernels::{Activation, Backend, Cols};
+use hypic_kernels::{Activation, Backend, Cols, MlpForm};
 
 use super::{Loader, Scratch, Sum};
 use crate::ModelError;
 use crate::spec::MlpSpec;
 
-/// `down(silu(gate(x)) * up(x))`, or `down(activation(up(x)))`.
+/// Two projections, and what stands between them.
 pub(crate) struct Mlp<B: Backend> {
     inner: usize,
+    form: MlpForm,
     /// Rows `[gate | up]`, or `[up]`.
     gate_up: B::Linear,
-    /// `None`: gated by silu.
-    ungated: Option<Activation>,
     down: B::Linear,
 }
 
@@ -21,7 +20,7 @@ impl<B: Backend> Mlp<B> {
         Ok(Mlp {
             inner: spec.inner,
             gate_up: loader.linear(&spec.gate_up, hidden)?,
-            ungated: spec.ungated,
+            form: spec.form,
             down: loader.linear([&spec.down], spec.inner)?,
         })
     }
@@ -37,21 +36,12 @@ impl<B: Backend> Mlp<B> {
     ) {
         let Scratch { projected, mixed, logits, .. } = scratch;
         backend.linear(&self.gate_up, x, projected);
-        let inner = match self.ungated {
-            None => {
-                backend.silu_mul(projected, mixed);
-                mixed
-            }
-            Some(activation) => {
-                backend.activate(projected, 0..self.inner, activation);
-                projected
-            }
-        };
+        backend.mlp_inner(self.form, projected, mixed);
         if let Some(gate) = gate {
             // The down projection is linear: the factor may as well stand before it.
             backend.linear(gate, x, logits);
-            backend.gate(inner, Cols::new(logits, 0), self.inner, Activation::Sigmoid);
+            backend.gate(mixed, Cols::new(logits, 0), self.inner, Activation::Sigmoid);
         }
-        sum.linear(&self.down, inner);
+        sum.linear(&self.down, mixed);
     }
 }

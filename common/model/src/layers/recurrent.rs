@@ -8,7 +8,7 @@ use hypic_kernels::{
     Activation, Backend, ChannelGate, Cols, ConvFold, Decay, DeviceTensor, Fold, Form, GatedNorm, Positions,
     ScanInputs, ScanShape, Write,
 };
-use hypic_state::HostTensor;
+use hypic_state::{DType, HostTensor};
 
 use super::weights::{Packing, Projection};
 use super::{Loader, Norm, Scratch, Sum};
@@ -209,9 +209,11 @@ impl<B: Backend> Rates<B> {
     ) -> Result<Self, ModelError> {
         let ScanShape { heads, d_k, .. } = spec.shape;
         Ok(match &spec.decay {
-            DecaySpec::Fixed(log_decay) => {
-                debug_assert_eq!(log_decay.len(), heads, "a description has a decay for every head");
-                Rates::Fixed(loader.upload(&HostTensor::from_f64([heads], log_decay)))
+            DecaySpec::Fixed { log, stored } => {
+                debug_assert_eq!(log.len(), heads, "a description has a decay for every head");
+                let stored = stored.as_ref().map(|name| stored_decays(loader, name, log)).transpose()?.flatten();
+                let log = HostTensor::from_f64([heads], stored.as_ref().unwrap_or(log));
+                Rates::Fixed(loader.upload(&log))
             }
             DecaySpec::Head { x, a_log, dt_bias, limit } => Rates::Head {
                 x: packing.add(x),
@@ -258,4 +260,40 @@ impl<B: Backend> Rates<B> {
             }
         }
     }
+}
+
+/// The log decays that the checkpoint has in tensor `name`, if it has one with other numbers than `log`, up to rounding.
+fn stored_decays<B: Backend>(
+    loader: &mut Loader<'_, B>,
+    name: &str,
+    log: &[f64],
+) -> Result<Option<Vec<f64>>, ModelError> {
+    let checkpoint = loader.checkpoint;
+    let Some(file) = checkpoint.file_of(name) else { return Ok(None) };
+    let tensor = checkpoint.tensor(name, &[log.len()])?;
+    // Values may have been rounded twice: a factor, and its product.
+    let tolerance = match tensor.dtype() {
+        DType::Bf16 => 2f64.powi(-7),
+        DType::F16 => 2f64.powi(-10),
+        _ => 1e-4,
+    };
+    let rates = tensor.to_f64();
+    if let Some(head) = rates.iter().position(|rate| !(rate.is_finite() && *rate > 0.0)) {
+        let problem = format!("tensor {name} has {} at {head}: a decay must be a finite number above 0", rates[head]);
+        return Err(ModelError::checkpoint(file, problem));
+    }
+    let Some(head) = (0..rates.len()).find(|&h| (rates[h] + log[h]).abs() > tolerance * -log[h]) else {
+        return Ok(None);
+    };
+    if !std::mem::replace(&mut loader.other_decays, true) {
+        let (stored, described) = (rates[head], -log[head]);
+        tracing::warn!(
+            tensor = name,
+            head,
+            stored,
+            described,
+            "decays in the checkpoint are not those that follow from config.json: those in the checkpoint count"
+        );
+    }
+    Ok(Some(rates.into_iter().map(|rate| -rate).collect()))
 }

@@ -113,6 +113,8 @@ pub(crate) struct Loader<'a, B: Backend> {
     pub told: BTreeSet<String>,
     /// Rotary embeddings so far: layers that rotate alike share one, and its table.
     pub ropes: Vec<(RopeSpec, Arc<B::Rope>)>,
+    /// Whether a layer's stored decays were other than its description's, which is told once.
+    pub other_decays: bool,
 }
 
 impl<B: Backend> Loader<'_, B> {

@@ -64,7 +64,7 @@ impl Tensors {
         let Some(feed) = &layer.feed else { return };
         self.norm(&feed.norm);
         match &feed.body {
-            FeedSpec::Dense(mlp) => self.mlp(mlp),
+            FeedSpec::Dense(mlp) => self.mlp(mlp, self.hidden),
             FeedSpec::Experts(experts) => self.experts(experts),
         }
     }
@@ -79,7 +79,7 @@ impl Tensors {
             }
         }
         match &m.decay {
-            DecaySpec::Fixed(_) => {}
+            DecaySpec::Fixed { .. } => {}
             DecaySpec::Head { x, a_log, dt_bias, .. } => {
                 self.rows(x, hidden);
                 self.vector(a_log, heads);
@@ -117,8 +117,9 @@ impl Tensors {
         self.rows([&m.out], m.heads * m.d_v);
     }
 
-    fn mlp(&mut self, mlp: &MlpSpec) {
-        self.rows(&mlp.gate_up, self.hidden);
+    /// An MLP of rows of `columns` columns.
+    fn mlp(&mut self, mlp: &MlpSpec, columns: usize) {
+        self.rows(&mlp.gate_up, columns);
         self.rows([&mlp.down], mlp.inner);
     }
 
@@ -128,7 +129,13 @@ impl Tensors {
             self.vector(bias, e.route.experts);
         }
         let experts = e.fused.as_ref().filter(|_| self.fused).unwrap_or(&e.experts);
-        experts.iter().chain(&e.shared).for_each(|expert| self.mlp(expert));
+        let width = e.narrow.as_ref().map_or(self.hidden, |[down, _]| down.rows());
+        experts.iter().for_each(|expert| self.mlp(expert, width));
+        e.shared.iter().for_each(|shared| self.mlp(shared, self.hidden));
+        if let Some([down, up]) = &e.narrow {
+            self.rows([down], self.hidden);
+            self.rows([up], width);
+        }
         self.rows(&e.shared_gate, self.hidden);
     }
 }

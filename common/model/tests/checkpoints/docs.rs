@@ -124,7 +124,7 @@ const FAMILIES: [Family; 13] = [
     },
     Family {
         name: "nemotron_h",
-        fixtures: &["nemotron_h"],
+        fixtures: &["nemotron_h", "nemotron_h_moe", "nemotron_h_latent_moe"],
         more: &[],
         production: &[],
         mixers: "Mamba2, attention without rotation",

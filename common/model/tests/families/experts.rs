@@ -1,6 +1,6 @@
 //! How experts are chosen, and what else serves a row.
 
-use hypic_kernels::{RouteSpec, Score};
+use hypic_kernels::{Activation, MlpForm, RouteSpec, Score};
 use serde_json::{Value, json};
 
 use crate::support::*;
@@ -30,6 +30,9 @@ fn routers_are_those_of_the_reference() {
         assert_eq!(route(&fixture(name)), RouteSpec { groups: 4, top_groups: 2, scale: 2.5, ..sigmoid }, "{name}");
     }
     assert_eq!(route(&fixture("kimi_linear")), RouteSpec { scale: 2.446, ..sigmoid });
+    let nemotron = |name: &str| experts(&describe(&fixture(name)), 2).route;
+    assert_eq!(nemotron("nemotron_h_moe"), RouteSpec { scale: 2.5, ..sigmoid });
+    assert_eq!(nemotron("nemotron_h_latent_moe"), RouteSpec { groups: 4, top_groups: 2, scale: 2.5, ..sigmoid });
     assert!(!route(&with(&fixture("qwen3_next"), "norm_topk_prob", false)).renormalise);
     assert!(!route(&with(&fixture("bailing_hybrid"), "norm_topk_prob", false)).renormalise);
     assert!(!route(&with(&fixture("kimi_linear"), "moe_renormalize", false)).renormalise);
@@ -131,4 +134,49 @@ fn experts_have_one_key_under_several_names() {
         let different = if kimi[key].is_boolean() { json!(false) } else { json!(6) };
         assert_refused(&with(&kimi, other, different), &[other, "differs from", key]);
     }
+}
+
+/// Experts and the shared one of Nemotron have no gate; in the larger models experts see a projection of the rows.
+#[test]
+fn nemotrons_experts_have_no_gate() {
+    let plain = MlpForm::Plain(Activation::SquaredRelu);
+    let spec = describe(&fixture("nemotron_h_moe"));
+    let of = experts(&spec, 0);
+    let shared = of.shared.as_ref().expect("one that serves every row");
+    assert_eq!((of.experts[3].form, of.experts[3].inner, shared.form, shared.inner), (plain, 24, plain, 40));
+    assert_eq!(of.experts[3].gate_up.len(), 1);
+    assert_eq!(of.experts[3].gate_up[0].name, "backbone.layers.1.mixer.experts.3.up_proj.weight");
+    let stacked = &of.fused.as_ref().expect("the other layout")[3];
+    assert_eq!(stacked.gate_up[0].name, "backbone.layers.1.mixer.experts.up_proj");
+    assert_eq!(taken(&stacked.gate_up[0]), (72..96).collect::<Vec<_>>());
+    assert!(of.narrow.is_none());
+
+    let config = fixture("nemotron_h_latent_moe");
+    let spec = describe(&config);
+    let of = experts(&spec, 0);
+    let [down, up] = of.narrow.as_ref().expect("a projection");
+    assert_eq!((down.rows(), up.rows(), of.router.rows()), (20, 64, 8));
+    assert_eq!(of.experts[0].down.rows(), 20);
+    assert_refused(&with(&config, "moe_latent_size", 0), &["moe_latent_size", "0"]);
+    assert_refused(&with(&config, "mlp_hidden_act", "silu"), &["mlp_hidden_act", "relu2"]);
+    assert_refused(&with(&config, "n_routed_experts", Value::Null), &["missing"]);
+}
+
+/// Limits of Ling's experts are per layer, null and 0 being none; a layer without experts has none to bound.
+#[test]
+fn lings_experts_may_be_bounded() {
+    let config = json("bailing_hybrid/config.bounded.json");
+    let spec = describe(&config);
+    let form = |limit: f32| if limit > 0.0 { MlpForm::BoundedSwiGlu { limit } } else { MlpForm::SwiGlu };
+    for (layer, routed, shared) in [(2, 0.28, 0.0), (3, 0.28, 0.42), (4, 0.0, 0.28), (5, 0.28, 0.0)] {
+        let of = experts(&spec, layer);
+        assert!(of.experts.iter().all(|e| e.form == form(routed)), "layer {layer}");
+        assert_eq!(of.shared.as_ref().map(|mlp| mlp.form), Some(form(shared)), "layer {layer}");
+    }
+    // One entry more, for a layer that predicts ahead.
+    let longer = json!([0, 0, 0.28, 0.28, 0, 0.28, 9.0]);
+    assert_same("a longer list", &with(&config, "expert_swiglu_limit_list", longer), &config);
+    let dense = json!([0.5, 0, 0.28, 0.28, 0, 0.28]);
+    assert_refused(&with(&config, "expert_swiglu_limit_list", dense), &["expert_swiglu_limit_list", "layer 0"]);
+    assert_refused(&with(&config, "num_shared_experts", 0), &["share_expert_swiglu_limit_list", "layer 3"]);
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use hypic_kernels::{Activation, Form};
-use hypic_model::spec::{ChannelOrder, DecaySpec, Residual, WriteSpec};
+use hypic_model::spec::{ChannelOrder, DecaySpec, LayerSpec, MixerSpec, Residual, WriteSpec};
 use hypic_state::ComposeRule;
 use safetensors::SafeTensors;
 
@@ -41,7 +41,14 @@ fn descriptions_name_the_tensors_that_files_have() {
                 tensor.split('.').map(|p| if p.parse::<usize>().is_ok() { "*" } else { p }).collect();
             let names = [tensor.to_string(), any_layer.join(".")];
             let ignored = spec.ignored.iter().any(|prefix| names.iter().any(|name| name.starts_with(prefix.as_str())));
-            ignored || spec.expected.iter().any(|(name, values)| name == *tensor && stored[name] == [values.len()])
+            let decays = |layer: &LayerSpec| match &layer.mixer.body {
+                MixerSpec::Recurrent(m) => match &m.decay {
+                    DecaySpec::Fixed { log, stored: Some(name) } => name == *tensor && stored[name] == [log.len()],
+                    _ => false,
+                },
+                _ => false,
+            };
+            ignored || spec.layers.iter().any(decays)
         };
         assert!(left.iter().all(known), "{name}: {left:?}");
         assert_eq!(left.is_empty(), !["qwen3_5_vlm", "qwen3_5_moe_vlm", "minimax"].contains(&name), "{name}");
@@ -67,6 +74,8 @@ fn layers_and_widths_are_those_of_the_reference() {
         ("bamba", "LLFL", "dddd", Form::Scalar, ComposeRule::Last),
         ("granitemoehybrid", "LLFL", "EEEE", Form::Scalar, ComposeRule::Last),
         ("nemotron_h", "LLFL", "d-d-", Form::Scalar, ComposeRule::Last),
+        ("nemotron_h_moe", "LLFL", "E-Ed", Form::Scalar, ComposeRule::Last),
+        ("nemotron_h_latent_moe", "LLFL", "E-Ed", Form::Scalar, ComposeRule::Last),
     ] {
         let spec = describe(&fixture(name));
         assert_eq!((pattern(&spec).as_str(), feeds(&spec).as_str()), (layers, feed), "{name}");

@@ -152,15 +152,27 @@ fn what_no_family_serves_is_refused_by_name() {
             ("mlp_bias", json!(true)),
             ("use_sliding_window", json!(true)),
             ("sliding_window", json!(128)),
-            ("expert_swiglu_limit_list", json!([null, 7.0])),
-            ("share_expert_swiglu_limit_list", json!([1.0])),
             ("swiglu_limit", json!(7)),
         ] {
             let path = format!("{inner}{key}");
             assert_refused(&with(&config, &path, value), &["config.json: ", &path, "served"]);
         }
-        let none = json!([null, null]);
-        assert_same(name, &with(&config, &format!("{inner}expert_swiglu_limit_list"), none), &config);
+        for list in ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"] {
+            let path = format!("{inner}{list}");
+            assert_same(name, &with(&config, &path, json!([null, 0, 0.0, null, 0, 0, 0, null])), &config);
+            // The first layer has no experts, or is not one that may have a limit.
+            assert_refused(
+                &with(&config, &path, json!([7, 0, 0, 0, 0, 0, 0, 0])),
+                &["config.json: ", &path, "layer 0"],
+            );
+            for (wrong, word) in [(json!([0]), "has 1 entries"), (json!(7), "a list")] {
+                assert_refused(&with(&config, &path, wrong), &["config.json: ", &path, word]);
+            }
+            for wrong in [json!(-1), json!("7"), json!(true)] {
+                let all = json!([wrong, 0, 0, 0, 0, 0, 0, 0]);
+                assert_refused(&with(&config, &path, all), &["config.json: ", &path, "0 or more"]);
+            }
+        }
         let width = with(&config, &format!("{inner}sliding_window"), 128);
         assert_same(name, &with(&width, &format!("{inner}use_sliding_window"), false), &config);
     }

@@ -207,7 +207,12 @@ fn blocks_of_nemotron() {
     };
     refused("-M", &["hybrid_override_pattern[0] = \"-\"", "behind no mixer"]);
     refused("M--", &["hybrid_override_pattern[2] = \"-\"", "behind no mixer"]);
-    refused("ME", &["hybrid_override_pattern[1] = \"E\"", "MLPs are served"]);
+    refused("EM", &["hybrid_override_pattern[0] = \"E\"", "behind no mixer"]);
+    refused("M-E", &["hybrid_override_pattern[2] = \"E\"", "behind no mixer"]);
+    refused("MX", &["hybrid_override_pattern[1] = \"X\"", "experts are served"]);
+    let with_experts = fixture("nemotron_h_moe");
+    let bare = with(&with_experts, "layers_block_type", Value::Null);
+    assert_same("E", &with(&bare, "hybrid_override_pattern", "MEM*EM-"), &with_experts);
     refused("", &["0 layers"]);
     assert_refused(&bare, &["hybrid_override_pattern", "missing", "layers_block_type"]);
     assert_refused(

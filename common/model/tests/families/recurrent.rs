@@ -9,7 +9,7 @@ use crate::support::*;
 /// Less the log decays of a layer.
 fn rates(spec: &ModelSpec, layer: usize) -> Vec<f64> {
     match &recurrent(spec, layer).decay {
-        DecaySpec::Fixed(log) => log.iter().map(|decay| -decay).collect(),
+        DecaySpec::Fixed { log, .. } => log.iter().map(|decay| -decay).collect(),
         other => panic!("{other:?}"),
     }
 }

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
 /// The reference models, by directory.
-pub const FIXTURES: [&str; 15] = [
+pub const FIXTURES: [&str; 17] = [
     "qwen3_5",
     "qwen3_5_vlm",
     "qwen3_5_moe",
@@ -29,6 +29,8 @@ pub const FIXTURES: [&str; 15] = [
     "bamba",
     "granitemoehybrid",
     "nemotron_h",
+    "nemotron_h_moe",
+    "nemotron_h_latent_moe",
 ];
 
 pub fn golden(path: &str) -> PathBuf {

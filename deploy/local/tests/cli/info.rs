@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::support::{Files, answer, fails, hypic, repository};
 
 /// Every fixture, and parts of the names of its tensors that the engine does not serve.
-const CHECKPOINTS: [(&str, &[&str]); 15] = [
+const CHECKPOINTS: [(&str, &[&str]); 17] = [
     ("qwen3_5", &[]),
     ("qwen3_5_vlm", &["model.visual.", "mtp."]),
     ("qwen3_5_moe", &[]),
@@ -21,6 +21,8 @@ const CHECKPOINTS: [(&str, &[&str]); 15] = [
     ("bamba", &[]),
     ("granitemoehybrid", &[]),
     ("nemotron_h", &[]),
+    ("nemotron_h_moe", &[]),
+    ("nemotron_h_latent_moe", &[]),
 ];
 
 /// Configurations of released models that are complete, their linear and full layers, and their kind of T.

@@ -2,7 +2,7 @@ use hypic_state::HostTensor;
 
 use super::*;
 use crate::cpu::testing::{isas, numbers, tensor};
-use crate::{RouteSpec, Score};
+use crate::{Activation, RouteSpec, Score};
 
 fn spec(experts: usize, top_k: usize) -> RouteSpec {
     RouteSpec {
@@ -42,10 +42,11 @@ fn blocks_tasks_and_neighbours_change_no_bit() {
     let (hidden, inner, count, rows) = (333, 283, 5, 300);
     let (x, before) = (numbers(1, rows * hidden), numbers(2, rows * hidden));
     let logits = numbers(3, rows * count);
-    for dtype in [DType::F32, DType::Bf16] {
+    let plain = MlpForm::Plain(Activation::SquaredRelu);
+    for (dtype, form) in [(DType::F32, MlpForm::SwiGlu), (DType::Bf16, MlpForm::SwiGlu), (DType::F32, plain)] {
         let all: Vec<Expert<Cpu>> = (0..count as u64)
             .map(|e| Expert {
-                gate_up: pack(2 * inner, hidden, 10 + e, dtype),
+                gate_up: pack(form.rows(inner), hidden, 10 + e, dtype),
                 down: pack(hidden, inner, 20 + e, dtype),
             })
             .collect();
@@ -57,13 +58,16 @@ fn blocks_tasks_and_neighbours_change_no_bit() {
                 let mut routing = CpuRouting::default();
                 route(isa, &pool, &spec(count, 3), &part(&logits, count), None, &mut routing);
                 let mut acc = part(&before, hidden);
-                experts(isa, &pool, &all, &routing, &part(&x, hidden), &mut acc);
+                experts(isa, &pool, form, &all, &routing, &part(&x, hidden), &mut acc);
                 acc.data().to_vec()
             };
             let whole = run(1, 0..rows);
-            assert!(whole == run(3, 0..rows), "{isa:?} {dtype}: threads");
+            assert!(whole == run(3, 0..rows), "{isa:?} {dtype} {form:?}: threads");
             for (start, end) in [(0, 1), (7, 20), (150, 300), (299, 300)] {
-                assert!(run(2, start..end) == whole[start * hidden..end * hidden], "{isa:?} {dtype}: {start}..{end}");
+                assert!(
+                    run(2, start..end) == whole[start * hidden..end * hidden],
+                    "{isa:?} {dtype} {form:?}: {start}..{end}"
+                );
             }
         }
     }
@@ -77,5 +81,5 @@ fn experts_of_different_shapes_are_refused() {
     let (isa, pool) = (Isa::best(), Pool::new(1));
     let mut routing = CpuRouting::default();
     route(isa, &pool, &spec(2, 1), &tensor([1, 2], &[0.0; 2]), None, &mut routing);
-    experts(isa, &pool, &all, &routing, &tensor([1, 4], &[0.0; 4]), &mut tensor([1, 4], &[0.0; 4]));
+    experts(isa, &pool, MlpForm::SwiGlu, &all, &routing, &tensor([1, 4], &[0.0; 4]), &mut tensor([1, 4], &[0.0; 4]));
 }

@@ -89,7 +89,7 @@ fn gates_match_f64() {
     let wide = tensor(&[rows, f + col + 2], |i| wave(i + 11));
     each_isa(|isa, pool| {
         let mut out = tensor(&[1], |_| f32::NAN);
-        silu_mul(isa, pool, &x, &mut out);
+        mlp_inner(isa, pool, MlpForm::SwiGlu, &x, &mut out);
         assert_eq!(out.shape(), [rows, f]);
         for (i, got) in out.data().iter().enumerate() {
             let x = &x.data()[i / f * 2 * f..];

@@ -40,7 +40,8 @@ pub fn lightning(
     out: RowSource,
 ) -> RecurrentSpec {
     let shape = ScanShape { key_heads: heads, heads, d_k: width, d_v: width };
-    let decay = DecaySpec::Fixed(slopes(heads).into_iter().map(|slope| -slope * factor).collect());
+    let log = slopes(heads).into_iter().map(|slope| -slope * factor).collect();
+    let decay = DecaySpec::Fixed { log, stored: None };
     let gate = ProjectionSpec::Direct(vec![gate]);
     RecurrentSpec {
         gate_activation: Activation::Sigmoid,

@@ -1,6 +1,6 @@
 //! MLPs and experts: where their weights are, and how experts are chosen.
 
-use hypic_kernels::{RouteSpec, Score};
+use hypic_kernels::{Activation, MlpForm, RouteSpec, Score};
 
 use super::layout::{either, named};
 use super::read::{divides, factor, only, size, spelling};
@@ -12,14 +12,33 @@ use crate::{Config, ModelError};
 /// Most experts in all layers together: far above any model, and few enough to describe each.
 const MAX_EXPERTS: usize = 1 << 17;
 
-/// Names of the gate, up and down projection of an MLP.
-pub type Names = [&'static str; 3];
+/// The projections of an MLP by their names, and what stands between them.
+#[derive(Clone, Copy)]
+pub struct Projections {
+    /// Those that share their input: gate and up, or up alone.
+    input: &'static [&'static str],
+    down: &'static str,
+    /// What stands between them.
+    pub form: MlpForm,
+}
 
-/// The names that most families use.
-pub const PROJ: Names = ["gate_proj", "up_proj", "down_proj"];
+/// SwiGLU by the names that most families use.
+pub const PROJ: Projections =
+    Projections { input: &["gate_proj", "up_proj"], down: "down_proj", form: MlpForm::SwiGlu };
 
-/// Mixtral's names.
-pub const NUMBERED: Names = ["w1", "w3", "w2"];
+/// The same by Mixtral's names.
+pub const NUMBERED: Projections = Projections { input: &["w1", "w3"], down: "w2", form: MlpForm::SwiGlu };
+
+/// A squared relu without a gate.
+pub const SQUARED_RELU: Projections =
+    Projections { input: &["up_proj"], down: "down_proj", form: MlpForm::Plain(Activation::SquaredRelu) };
+
+impl Projections {
+    /// The same SwiGLU of factors that are bounded, if there is a limit.
+    pub fn bounded(self, limit: Option<f32>) -> Self {
+        Projections { form: limit.map_or(self.form, |limit| MlpForm::BoundedSwiGlu { limit }), ..self }
+    }
+}
 
 /// Keys for the number of experts.
 const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
@@ -30,14 +49,10 @@ const TOP: [&str; 2] = ["num_experts_per_tok", "num_experts_per_token"];
 /// Keys for the number of groups of experts.
 const GROUPS: [&str; 2] = ["n_group", "num_expert_group"];
 
-/// A gated MLP.
-pub fn mlp(at: &Module, [gate, up, down]: Names, hidden: usize, inner: usize) -> MlpSpec {
-    MlpSpec {
-        inner,
-        gate_up: vec![at.rows(gate, inner), at.rows(up, inner)],
-        ungated: None,
-        down: at.rows(down, hidden),
-    }
+/// An MLP.
+pub fn mlp(at: &Module, of: Projections, hidden: usize, inner: usize) -> MlpSpec {
+    let gate_up = of.input.iter().map(|name| at.rows(name, inner)).collect();
+    MlpSpec { inner, form: of.form, gate_up, down: at.rows(of.down, hidden) }
 }
 
 /// One MLP for all rows.
@@ -49,16 +64,27 @@ pub fn dense(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
 }
 
 /// Experts `experts.0`, `experts.1` and so on, each with tensors of its own.
-pub fn one_by_one(at: &Module, names: Names, hidden: usize, inner: usize, experts: usize) -> Vec<MlpSpec> {
+pub fn one_by_one(at: &Module, of: Projections, hidden: usize, inner: usize, experts: usize) -> Vec<MlpSpec> {
     let at = at.sub("experts");
-    (0..experts).map(|e| mlp(&at.sub(e), names, hidden, inner)).collect()
+    (0..experts).map(|e| mlp(&at.sub(e), of, hidden, inner)).collect()
 }
 
 /// Names of the tensors of fused experts, as transformers has them.
 pub const FUSED: [&str; 2] = ["experts.gate_up_proj", "experts.down_proj"];
 
-/// Experts in two tensors, `[experts, 2 inner, hidden]` (an expert's gate first) and `[experts, hidden, inner]`.
-pub fn fused(at: &Module, [gate_up, down]: [&str; 2], hidden: usize, inner: usize, experts: usize) -> Vec<MlpSpec> {
+/// The same of experts without a gate.
+pub const FUSED_UNGATED: [&str; 2] = ["experts.up_proj", "experts.down_proj"];
+
+/// Experts in two tensors, `[experts, 2 inner, hidden]` (an expert's gate first; without a gate `inner` rows) and
+/// `[experts, hidden, inner]`.
+pub fn fused(
+    at: &Module,
+    [gate_up, down]: [&str; 2],
+    form: MlpForm,
+    hidden: usize,
+    inner: usize,
+    experts: usize,
+) -> Vec<MlpSpec> {
     let part = |name: &str, e: usize, rows: usize| RowSource {
         name: at.tensor(name),
         blocks: 1,
@@ -66,8 +92,8 @@ pub fn fused(at: &Module, [gate_up, down]: [&str; 2], hidden: usize, inner: usiz
         skip: e * rows,
         take: rows,
     };
-    let expert =
-        |e| MlpSpec { inner, gate_up: vec![part(gate_up, e, 2 * inner)], ungated: None, down: part(down, e, hidden) };
+    let gate_up = |e| vec![part(gate_up, e, form.rows(inner))];
+    let expert = |e| MlpSpec { inner, form, gate_up: gate_up(e), down: part(down, e, hidden) };
     (0..experts).map(expert).collect()
 }
 
@@ -89,32 +115,34 @@ pub fn softmax(trunk: &Trunk<'_>, renormalise: bool) -> Result<RouteSpec, ModelE
     })
 }
 
-/// Experts of a sigmoid router (DeepSeek-V3, 2024): they are chosen within the best groups by score plus bias,
-/// weighed by their scores, and joined by shared experts, which are one MLP that serves every row.
-fn sigmoid_experts(trunk: &Trunk<'_>, at: &Module, places: &SigmoidExperts) -> Result<FeedSpec, ModelError> {
+/// Experts of a sigmoid router (DeepSeek-V3, 2024) in the module `at`: they are chosen within the best groups by score
+/// plus bias, weighed by their scores, and joined by shared experts, which are one MLP that serves every row.
+///
+/// # Errors
+/// If a key is missing, wrong or asks for something that is not served.
+pub fn sigmoid_experts(trunk: &Trunk<'_>, at: &Module, places: &SigmoidExperts) -> Result<ExpertsSpec, ModelError> {
     let c = &trunk.c;
     only(c, &["score_function", "scoring_func", "moe_router_activation_func"], "sigmoid")?;
     only(c, &["topk_method"], "noaux_tc")?;
     let route = sigmoid(trunk)?;
     let (hidden, inner) = (trunk.hidden, c.size("moe_intermediate_size")?);
-    let experts = ExpertsSpec {
-        route,
-        router: at.rows("gate", route.experts),
+    let shared = shared_width(c, inner)?;
+    let experts = one_by_one(at, places.experts, hidden, inner, route.experts);
+    Ok(ExpertsSpec {
         bias: places.bias.map(|name| at.tensor(name)),
-        experts: one_by_one(at, places.names, hidden, inner, route.experts),
-        fused: None,
-        shared: shared_width(c, inner)?.map(|inner| mlp(&at.sub("shared_experts"), PROJ, hidden, inner)),
-        shared_gate: None,
-    };
-    Ok(experts.into())
+        shared: shared.map(|inner| mlp(&at.sub("shared_experts"), places.shared, hidden, inner)),
+        ..ExpertsSpec::new(route, at.rows("gate", route.experts), experts)
+    })
 }
 
-/// Where the experts of a sigmoid router are.
+/// Where the experts of a sigmoid router are, and of which form.
 pub struct SigmoidExperts {
     /// Their module in a layer.
     pub module: &'static str,
-    /// Names of an expert's projections.
-    pub names: Names,
+    /// An expert's projections.
+    pub experts: Projections,
+    /// The shared experts' projections.
+    pub shared: Projections,
     /// The router's bias, in their module; `None`: it has none.
     pub bias: Option<&'static str>,
 }
@@ -125,7 +153,7 @@ pub struct SigmoidExperts {
 /// If a key is missing, wrong or asks for something that is not served.
 pub fn feed(trunk: &Trunk<'_>, at: &Module, sparse: bool, experts: &SigmoidExperts) -> Result<FeedSpec, ModelError> {
     match sparse {
-        true => sigmoid_experts(trunk, &at.sub(experts.module), experts),
+        true => Ok(sigmoid_experts(trunk, &at.sub(experts.module), experts)?.into()),
         false => dense(trunk, &at.sub("mlp")),
     }
 }
@@ -216,4 +244,25 @@ pub fn sparse_layers(trunk: &Trunk<'_>) -> Result<Vec<bool>, ModelError> {
     let from = |first| (0..layers).map(|l| l >= first && l.is_multiple_of(every)).collect();
     let listed = named(c, TYPES, layers, &["dense"], &["sparse"])?;
     either(c, (FIRST, c.opt_usize(FIRST)?.map(from)), (TYPES, listed))
+}
+
+/// Limits of the factors of SwiGLU, per layer: of experts, and of shared experts.
+pub const LIMITS: [&str; 2] = ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"];
+
+/// The list `key` of [`LIMITS`]; null and 0 are none.
+///
+/// # Errors
+/// If it has not a number, 0 or more, for every layer.
+pub fn limits(c: &Config, key: &str, layers: usize) -> Result<Vec<Option<f32>>, ModelError> {
+    let Some(value) = c.get(key) else { return Ok(vec![None; layers]) };
+    let listed = value.as_array().ok_or_else(|| c.wrong(key, "must be a list"))?;
+    if listed.len() < layers {
+        return Err(c.wrong(key, format!("has {} entries, for {layers} layers", listed.len())));
+    }
+    let limit = |value: &serde_json::Value| match value.as_f64() {
+        _ if value.is_null() => Ok(None),
+        Some(limit) if limit >= 0.0 => Ok((limit > 0.0).then_some(limit as f32)),
+        _ => Err(c.wrong(key, format!("must have numbers, 0 or more, has {value}"))),
+    };
+    listed[..layers].iter().map(limit).collect()
 }

@@ -1,7 +1,9 @@
 //! What is around a family's layers: embedding, norms, head; and the names of tensors.
 
+use hypic_kernels::MlpForm;
 use hypic_state::ComposeRule;
 
+use super::moe::{LIMITS, limits};
 use super::read::{factor, only, spelling};
 use crate::spec::{
     AttentionSpec, Block, ExpertsSpec, FeedSpec, LatentSpec, LayerSpec, MixerSpec, NormSpec, RecurrentSpec, Residual,
@@ -107,14 +109,8 @@ impl<'a> Trunk<'a> {
         if c.get("sliding_window").is_some() && c.opt_bool("use_sliding_window")? != Some(false) {
             return Err(c.unsupported("sliding_window", "attention without a window is served"));
         }
-        for key in ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list", "swiglu_limit"] {
-            let limited = |v: &serde_json::Value| match v.as_array() {
-                Some(list) => list.iter().any(|limit| !limit.is_null()),
-                None => true,
-            };
-            if c.get(key).is_some_and(limited) {
-                return Err(c.unsupported(key, "MLPs without a limit are served"));
-            }
+        if c.get("swiglu_limit").is_some() {
+            return Err(c.unsupported("swiglu_limit", "MLPs without a limit are served"));
         }
         Ok(Trunk {
             config,
@@ -166,6 +162,7 @@ impl<'a> Trunk<'a> {
     /// # Errors
     /// If a key is missing or wrong.
     pub fn around(&self, family: &'static str, layers: Vec<LayerSpec>) -> Result<ModelSpec, ModelError> {
+        self.check_limits(&layers)?;
         let tied = tied(self.config)?;
         let head = "lm_head.weight".to_string();
         Ok(ModelSpec {
@@ -182,10 +179,29 @@ impl<'a> Trunk<'a> {
             tied_head: tied.then_some(head),
             layers,
             ignored: self.predictors()?,
-            expected: Vec::new(),
             compose: ComposeRule::Transition,
             eos: self.c.token_ids("eos_token_id")?,
         })
+    }
+
+    /// Limits that the configuration names must have been read: only some families have them.
+    fn check_limits(&self, layers: &[LayerSpec]) -> Result<(), ModelError> {
+        for key in LIMITS {
+            for (l, limit) in limits(&self.c, key, self.layers)?.into_iter().enumerate() {
+                let Some(limit) = limit else { continue };
+                let experts = layers.get(l).and_then(|layer| match layer.feed.as_ref().map(|feed| &feed.body) {
+                    Some(FeedSpec::Experts(experts)) => Some(experts),
+                    _ => None,
+                });
+                let mlp = experts.and_then(|e| if key == LIMITS[0] { e.experts.first() } else { e.shared.as_ref() });
+                if mlp.is_none_or(|mlp| mlp.form != MlpForm::BoundedSwiGlu { limit }) {
+                    let served =
+                        format_args!("layer {l} is served without a limit; those of Ling experts may have one");
+                    return Err(self.c.unsupported(key, served));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Modules of layers that predict several tokens ahead: they are stored behind the last layer.
