@@ -221,22 +221,15 @@ mod tests {
     use tonic::transport::Endpoint;
 
     use super::*;
-    use crate::record::{Protocols, Role};
+    use crate::record::Role;
 
     #[tokio::test(start_paused = true)]
     async fn a_load_is_as_old_as_the_heartbeat_that_told_it() {
         let record = MemberRecord {
-            id: "worker-1".into(),
-            role: Role::ScatterWorker,
-            addresses: Vec::new(),
             fingerprint: Some([7; 32]),
             dtype: "f32".into(),
             kernel_set: "portable-v1".into(),
-            format: 1,
-            protocols: Protocols::OWN,
-            prefix_fixed_bytes: 0,
-            prefix_token_bytes: 0,
-            prefix_budget_bytes: 0,
+            ..MemberRecord::loading("worker-1".into(), Role::ScatterWorker, Vec::new(), 1)
         };
         let beat = |backlog_tokens| v1::Heartbeat { backlog_tokens, ..Default::default() };
         let channel = Endpoint::from_static("http://127.0.0.1:1").connect_lazy();

@@ -303,22 +303,15 @@ impl Members {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::{Protocols, Role};
+    use crate::record::Role;
 
     #[test]
     fn records_that_make_no_sense_are_left_out() {
         let record = MemberRecord {
-            id: "combiner-1".into(),
-            role: Role::Combiner,
-            addresses: vec!["h:1".into()],
             fingerprint: Some([0; 32]),
             dtype: "f32".into(),
             kernel_set: "portable-v1".into(),
-            format: 1,
-            protocols: Protocols::OWN,
-            prefix_fixed_bytes: 0,
-            prefix_token_bytes: 0,
-            prefix_budget_bytes: 0,
+            ..MemberRecord::loading("combiner-1".into(), Role::Combiner, vec!["h:1".into()], 1)
         };
         let mut members = Members::default();
         members.set("/m/", b"/m/combiner-2", &record.encode());

@@ -143,17 +143,10 @@ mod tests {
     #[test]
     fn the_first_difference_is_told_with_both_values() {
         let record = MemberRecord {
-            id: "a".into(),
-            role: Role::Combiner,
-            addresses: vec![],
             fingerprint: Some([1; 32]),
             dtype: "f32".into(),
             kernel_set: "portable-v1".into(),
-            format: 1,
-            protocols: Protocols::OWN,
-            prefix_fixed_bytes: 0,
-            prefix_token_bytes: 0,
-            prefix_budget_bytes: 0,
+            ..MemberRecord::loading("a".into(), Role::Combiner, vec![], 1)
         };
         let expected =
             Expected { fingerprint: [1; 32], dtype: "f32".into(), kernel_set: Some("portable-v1".into()), format: 1 };

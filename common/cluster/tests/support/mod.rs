@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hypic_cluster::{
     Backoff, BackoffConfig, Caller, Dialer, Expected, MemberId, MemberRecord, NodeLoad, NodeService, NodeState,
-    NodeStatus, Peers, PeersConfig, Protocols, Role, ServerConfig, Tls, View, serve_internal,
+    NodeStatus, Peers, PeersConfig, Role, ServerConfig, Tls, View, serve_internal,
 };
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -17,17 +17,10 @@ use tonic::service::Routes;
 
 pub fn record(role: Role, address: &str) -> MemberRecord {
     MemberRecord {
-        id: MemberId::random(role),
-        role,
-        addresses: vec![address.to_owned()],
         fingerprint: Some([7; 32]),
         dtype: "f32".into(),
         kernel_set: "portable-v1".into(),
-        format: 1,
-        protocols: Protocols::OWN,
-        prefix_fixed_bytes: 0,
-        prefix_token_bytes: 0,
-        prefix_budget_bytes: 0,
+        ..MemberRecord::loading(MemberId::random(role), role, vec![address.to_owned()], 1)
     }
 }
 
