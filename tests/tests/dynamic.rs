@@ -22,6 +22,7 @@ fn rig<B: Backend>(backend: B, name: &str, base: f64, scaling: Option<Value>, dt
     let text = std::fs::read(folder.join("config.json")).expect("a configuration");
     let mut config: Value = serde_json::from_slice(&text).expect("an object");
     config["rope_theta"] = json!(base);
+    config["max_position_embeddings"] = json!(ORIGINAL);
     if let Some(parameters) = config.get_mut("rope_parameters").and_then(Value::as_object_mut) {
         parameters.insert("rope_theta".into(), json!(base));
         parameters.remove("rope_type");
@@ -32,7 +33,7 @@ fn rig<B: Backend>(backend: B, name: &str, base: f64, scaling: Option<Value>, dt
 
 fn dynamic<B: Backend>(backend: B, name: &str, dtype: DType) -> Rig<B> {
     let base = named(name).rotary.expect("it rotates").1;
-    let scaling = json!({"rope_type": "dynamic", "factor": FACTOR, "original_max_position_embeddings": ORIGINAL});
+    let scaling = json!({"rope_type": "dynamic", "factor": FACTOR});
     rig(backend, name, base, Some(scaling), dtype)
 }
 

@@ -52,7 +52,7 @@ impl ModelSpec {
 
     /// Tokens of a prompt up to which entries and prefix states can be used; `None`: any number.
     pub fn reusable(&self) -> Option<usize> {
-        self.dynamic.map(|dynamic| dynamic.original)
+        self.dynamic.map(|dynamic| dynamic.reusable)
     }
 
     /// The rotary embeddings of a mixer of each layer that rotates.
@@ -72,6 +72,8 @@ impl ModelSpec {
 pub struct DynamicNtk {
     /// Tokens up to which nothing is stretched.
     pub original: usize,
+    /// Tokens of a prompt up to which entries and prefix states are used; not above `original`.
+    pub reusable: usize,
     /// How steeply, from there on.
     pub factor: f64,
 }

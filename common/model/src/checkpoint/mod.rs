@@ -24,7 +24,7 @@ use safetensors::tensor::Dtype as StDtype;
 use self::files::{Data, DataFile, INDEX, Place, SINGLE, shards_of};
 pub(crate) use self::fp8::BlockScaled;
 use self::usage::Usage;
-use crate::{Config, ModelError};
+use crate::{Config, ModelError, families};
 
 const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
@@ -78,6 +78,7 @@ impl Checkpoint {
         if let Some(map) = shards {
             checkpoint.check_index(&map)?;
         }
+        checkpoint.rename();
         Ok(checkpoint)
     }
 
@@ -88,6 +89,7 @@ impl Checkpoint {
     pub fn from_memory(config: &[u8], generation: Option<&[u8]>, weights: Bytes) -> Result<Self, ModelError> {
         let mut checkpoint = Self::empty(config.to_vec(), generation)?;
         checkpoint.add(SINGLE.to_string(), Data::Memory(weights))?;
+        checkpoint.rename();
         Ok(checkpoint)
     }
 
@@ -111,6 +113,20 @@ impl Checkpoint {
         }
         self.files.push(file);
         Ok(())
+    }
+
+    /// Give tensors that are saved under another name the one that descriptions have.
+    fn rename(&mut self) {
+        for (theirs, ours) in families::also_named(&self.config) {
+            let renamed: Vec<String> = self.tensors.keys().filter(|name| name.contains(theirs)).cloned().collect();
+            for name in renamed {
+                let new = name.replace(theirs, ours);
+                if !self.tensors.contains_key(&new) {
+                    let place = self.tensors.remove(&name).expect("just seen");
+                    self.tensors.insert(new, place);
+                }
+            }
+        }
     }
 
     fn check_index(&self, map: &BTreeMap<String, String>) -> Result<(), ModelError> {

@@ -37,6 +37,7 @@ pub(super) fn stack(
             experts: PROJ.bounded(expert_limits[l]),
             shared: PROJ.bounded(shared_limits[l]),
             bias: biased.then_some("gate.expert_bias"),
+            default_shared: 0,
         };
         Ok(trunk.layer(at, mixer, feed(trunk, at, is_sparse[l], &experts)?))
     })?;

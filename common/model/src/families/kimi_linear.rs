@@ -21,6 +21,7 @@ const EXPERTS: SigmoidExperts = SigmoidExperts {
     experts: NUMBERED,
     shared: PROJ,
     bias: Some("gate.e_score_correction_bias"),
+    default_shared: 0,
 };
 
 pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {

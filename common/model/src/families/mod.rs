@@ -33,16 +33,29 @@ struct Family {
     model_type: &'static str,
     /// Keys that tell it from another family with the same model type.
     told_by: &'static [&'static str],
+    /// Parts of tensors' names that some checkpoints have, each with what stands there in others.
+    also_named: &'static [(&'static str, &'static str)],
     describe: Describe,
 }
 
 const fn family(architecture: &'static str, model_type: &'static str, describe: Describe) -> Family {
-    Family { architecture, model_type, told_by: &[], describe }
+    Family { architecture, model_type, told_by: &[], also_named: &[], describe }
 }
 
 const fn told_by(told_by: &'static [&'static str], family: Family) -> Family {
     Family { told_by, ..family }
 }
+
+const fn with_names(also_named: &'static [(&'static str, &'static str)], family: Family) -> Family {
+    Family { also_named, ..family }
+}
+
+/// How transformers saves the projections of layers without experts.
+const KIMI: &[(&str, &str)] = &[
+    (".block_sparse_moe.gate_proj.", ".mlp.gate_proj."),
+    (".block_sparse_moe.up_proj.", ".mlp.up_proj."),
+    (".block_sparse_moe.down_proj.", ".mlp.down_proj."),
+];
 
 /// Keys of Ring-2.5 that Ling-3.0 has not.
 const RING: &[&str] = &["group_norm_size", "linear_silu", "use_linear_silu"];
@@ -59,7 +72,7 @@ const FAMILIES: [Family; 16] = [
     family("BailingMoeLinearV2ForCausalLM", "bailing_moe_linear", bailing_moe_linear::describe),
     told_by(RING, family("BailingMoeV2_5ForCausalLM", "bailing_hybrid", bailing_moe_v2_5::describe)),
     told_by(LING, family("BailingMoeV3ForCausalLM", "bailing_hybrid", bailing_hybrid::describe)),
-    family("KimiLinearForCausalLM", "kimi_linear", kimi_linear::describe),
+    with_names(KIMI, family("KimiLinearForCausalLM", "kimi_linear", kimi_linear::describe)),
     family("MiniMaxForCausalLM", "minimax", minimax::converted),
     family("MiniMaxText01ForCausalLM", "minimax_text_01", minimax::release),
     family("MiniMaxM1ForCausalLM", "minimax_m1", minimax::release),
@@ -85,6 +98,11 @@ pub fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         (spec.dynamic, spec.max_positions) = rope::dynamic(config, spec.max_positions)?;
     }
     Ok(spec)
+}
+
+/// Parts of tensors' names that checkpoints of this configuration may have, each with what a description has instead.
+pub(crate) fn also_named(config: &Config) -> &'static [(&'static str, &'static str)] {
+    family_of(config).map_or(&[], |family| family.also_named)
 }
 
 fn family_of(config: &Config) -> Result<&'static Family, ModelError> {

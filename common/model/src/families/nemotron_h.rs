@@ -17,15 +17,16 @@ const KEYS: Keys = Keys {
     width: "mamba_head_dim",
     expand: None,
     groups: &["n_groups", "mamba_n_groups"],
+    default_groups: 8,
     state: "ssm_state_size",
     kernel: &["conv_kernel", "mamba_d_conv"],
     conv_bias: &["use_conv_bias", "mamba_conv_bias"],
+    // Not `time_step_min`, which initial weights are drawn by.
     limit: &["time_step_limit", "mamba_dt_limit"],
-    least: Some(&["time_step_min", "mamba_dt_min"]),
 };
 
 /// What a block does.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Mamba,
     Attention,
@@ -83,6 +84,7 @@ fn experts(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
         experts: SQUARED_RELU,
         shared: SQUARED_RELU,
         bias: Some("gate.e_score_correction_bias"),
+        default_shared: 1,
     };
     let narrow = trunk.c.opt_size("moe_latent_size")?;
     let described = sigmoid_experts(trunk, at, &EXPERTS)?;
@@ -103,12 +105,24 @@ fn blocks(c: &Config) -> Result<Vec<(String, Kind)>, ModelError> {
     const PATTERN: &str = "hybrid_override_pattern";
     let types_key = spelling(c, &["layers_block_type", "layer_types"])?;
     let letters = c.opt_str(PATTERN)?.map(|pattern| pattern.chars().map(String::from).collect::<Vec<_>>());
-    let (key, words) = match (letters, c.opt_strings(types_key)?) {
-        (Some(_), Some(_)) => return Err(c.wrong(PATTERN, format!("is there, and so is {types_key}"))),
-        (Some(letters), None) => (PATTERN, letters),
-        (None, Some(words)) => (types_key, words),
-        (None, None) => return Err(c.wrong(PATTERN, format!("is missing, and so is {types_key}"))),
-    };
+    let letters = letters.map(|letters| kinds(c, PATTERN, letters)).transpose()?;
+    let words = c.opt_strings(types_key)?.map(|words| kinds(c, types_key, words)).transpose()?;
+    match (letters, words) {
+        (Some(letters), Some(words))
+            if !letters.iter().map(|(_, kind)| kind).eq(words.iter().map(|(_, kind)| kind)) =>
+        {
+            Err(c.wrong(PATTERN, format!("differs from {types_key}")))
+        }
+        (Some(blocks), _) | (None, Some(blocks)) => Ok(blocks),
+        (None, None) => Err(c.wrong(PATTERN, format!("is missing, and so is {types_key}"))),
+    }
+}
+
+/// What the entries of `key` say.
+fn kinds(c: &Config, key: &str, words: Vec<String>) -> Result<Vec<(String, Kind)>, ModelError> {
+    if words.is_empty() {
+        return Err(c.wrong(key, "is empty"));
+    }
     if c.opt_usize("num_hidden_layers")?.is_some_and(|layers| layers != words.len()) {
         return Err(c.wrong(key, format!("has {} entries, which num_hidden_layers is not", words.len())));
     }

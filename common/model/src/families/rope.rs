@@ -82,9 +82,9 @@ pub(super) fn softmax_factor(config: &Config) -> Result<f64, ModelError> {
     Ok(magnitude(factor, weight).powi(2))
 }
 
-/// Dynamic NTK scaling, if the type is that one, and the positions that the model then serves: `max_positions`, which it is
-/// said to serve, if the original maximum is named beside it; else that is the original one, and it serves `factor` times
-/// as many.
+/// Dynamic NTK scaling, if the type is that one, and the positions that the model then serves: `factor` times
+/// `max_positions`, up to which, in transformers, nothing is stretched. A smaller original maximum, which transformers does
+/// not look at, ends what is used again all the same: who names one may mean it.
 ///
 /// # Errors
 /// As [`rope`].
@@ -94,9 +94,9 @@ pub(super) fn dynamic(config: &Config, max_positions: usize) -> Result<(Option<D
         return Ok((None, max_positions));
     }
     let factor = places.required("factor", places.factor()?)?;
-    let original = places.original()?.map_or(max_positions, |n| n as usize);
-    let served = if original < max_positions { max_positions } else { (factor * original as f64) as usize };
-    Ok((Some(DynamicNtk { original, factor }), served.min(u32::MAX as usize)))
+    let reusable = places.original()?.map_or(max_positions, |n| max_positions.min(n as usize));
+    let served = (factor * max_positions as f64) as usize;
+    Ok((Some(DynamicNtk { original: max_positions, reusable, factor }), served.min(u32::MAX as usize)))
 }
 
 /// Types of scaling that are served.
@@ -283,7 +283,7 @@ impl Places {
         for key in COUNTS {
             named.extend(self.number(key, whole, &what)?.map(|count| (key, count as usize)));
         }
-        let (key, rotated) = named.first().copied().unwrap_or((SHARES[0], of_head(default)));
+        let (key, rotated) = named.first().copied().unwrap_or(("head_dim", of_head(default)));
         if let Some((other, count)) = named.iter().find(|(_, count)| *count != rotated) {
             let problem = format!("makes it {count}, but {key} makes it {rotated} of {head_dim} dimensions");
             return Err(config.wrong(other, problem));
@@ -314,9 +314,11 @@ impl Places {
         self.scaling("factor", |n| n >= 1.0, "must be 1 or more")
     }
 
-    /// The positions before scaling, in whichever place.
+    /// The positions before scaling, in whichever place; a configuration itself counts more than an object in it, as in
+    /// transformers.
     fn original(&self) -> Result<Option<f64>, ModelError> {
-        self.number(ORIGINAL, |n| n >= 1.0, "must be 1 or more")
+        let (outside, inside) = (self.all.iter().filter(|p| !p.of_rope), self.of_rope());
+        first(outside.map(|p| &p.config).chain(inside), ORIGINAL, |n| n >= 1.0, "must be 1 or more")
     }
 
     /// The positions that the model is said to serve.

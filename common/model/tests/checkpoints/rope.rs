@@ -310,6 +310,10 @@ fn yarn_lengths_that_are_not_named_follow_from_the_others() {
     assert_eq!(yarn(json!({"type": "yarn", "factor": 3.0})), Ok(named(3.0, 8192)));
     let zeros = json!({"type": "yarn", "factor": 3.0, "mscale": 0, "mscale_all_dim": 0, "attention_factor": null});
     assert_eq!(yarn(zeros), Ok(named(3.0, 8192)));
+    // Beside the object it counts more than in it.
+    let two = bare(1.0).with("rope_theta", json!(10000.0)).with("original_max_position_embeddings", json!(1024));
+    let inner = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048});
+    assert_eq!(described(&two.with("rope_scaling", inner)), Ok(named(4.0, 1024)));
     let error = yarn(json!({"type": "yarn"})).unwrap_err();
     assert!(error.contains("rope_scaling.factor: is missing"), "{error}");
     // A factor of 1 changes nothing.
@@ -329,8 +333,9 @@ fn dynamic_scaling_has_an_original_maximum_and_goes_beyond_it() {
     let named = |original: usize, factor: f64| {
         positions(json!({"type": "dynamic", "factor": factor, "original_max_position_embeddings": original}))
     };
-    assert_eq!(named(2048, 4.0), (Some(2048), 8192));
-    assert_eq!(named(2048, 8.0), (Some(2048), 8192));
+    // In transformers a smaller original maximum has no bearing on the embedding.
+    assert_eq!(named(2048, 4.0), (Some(2048), 32768));
+    assert_eq!(named(16384, 4.0), (Some(8192), 32768));
     assert_eq!(named(8192, 2.5), (Some(8192), 20480));
     assert_eq!(positions(json!({"type": "dynamic", "factor": 4.0})), (Some(8192), 32768));
     assert_eq!(positions(json!({"type": "dynamic", "factor": 1e9})), (Some(8192), u32::MAX as usize));
@@ -343,7 +348,7 @@ fn dynamic_scaling_has_an_original_maximum_and_goes_beyond_it() {
 
 #[test]
 fn dynamic_scaling_grows_from_the_original_maximum_on() {
-    let dynamic = DynamicNtk { original: 2048, factor: 4.0 };
+    let dynamic = DynamicNtk { original: 2048, reusable: 2048, factor: 4.0 };
     for (tokens, alpha) in [(0, 1.0), (2048, 1.0), (2049, 1.0 + 4.0 / 2048.0), (4096, 5.0), (8192, 13.0)] {
         assert!((dynamic.alpha(tokens) - alpha).abs() < 1e-12, "{tokens}: {}", dynamic.alpha(tokens));
     }

@@ -36,6 +36,24 @@ fn every_tensor_must_have_its_shape() {
     assert_refused(wrong.write().path(), &["model.layers.0.mlp.down_proj.weight", "[32, 128]", "[64, 64]"]);
 }
 
+/// transformers saves the layers of Kimi-Linear that have no experts under the name of those that have.
+#[test]
+fn names_that_some_checkpoints_have() {
+    let files = Files::golden("kimi_linear");
+    let mut renamed = files.clone();
+    for part in ["gate_proj", "up_proj", "down_proj"] {
+        let [ours, theirs] = ["mlp", "block_sparse_moe"].map(|at| format!("model.layers.0.{at}.{part}.weight"));
+        let tensor = renamed.tensors.remove(&ours).expect("a layer without experts");
+        renamed.tensors.insert(theirs, tensor);
+    }
+    assert_eq!(logits(renamed.write().path()), logits(&golden("kimi_linear")));
+    // Not both.
+    let mut twice = files;
+    let (ours, theirs) = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.block_sparse_moe.up_proj.weight");
+    twice.tensors.insert(theirs.to_string(), twice.tensors[ours].clone());
+    assert_refused(twice.write().path(), &[theirs, "belongs to no part"]);
+}
+
 #[test]
 fn a_tensor_that_the_model_lacks_is_refused() {
     for name in ["extra", "model.layers.8.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight_scale_inv"] {

@@ -160,6 +160,9 @@ fn nemotrons_experts_have_no_gate() {
     assert_refused(&with(&config, "moe_latent_size", 0), &["moe_latent_size", "0"]);
     assert_refused(&with(&config, "mlp_hidden_act", "silu"), &["mlp_hidden_act", "relu2"]);
     assert_refused(&with(&config, "n_routed_experts", Value::Null), &["missing"]);
+    assert_same("one is the default", &with(&config, "n_shared_experts", Value::Null), &config);
+    let none = describe(&with(&config, "n_shared_experts", 0));
+    assert!(experts(&none, 0).shared.is_none());
 }
 
 /// Limits of Ling's experts are per layer, null and 0 being none; a layer without experts has none to bound.

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::support::*;
 
 /// Keys that say nothing about what a text model computes from its weights and tokens.
-const UNREAD: [&str; 50] = [
+const UNREAD: [&str; 51] = [
     "attention_dropout",
     "block_size",
     "chunk_size",
@@ -18,6 +18,7 @@ const UNREAD: [&str; 50] = [
     "time_step_floor",
     // Of initial weights.
     "time_step_max",
+    "time_step_min",
     "use_mamba_kernels",
     "moe_shared_expert_overlap",
     "bos_token_id",

@@ -213,11 +213,14 @@ fn blocks_of_nemotron() {
     let with_experts = fixture("nemotron_h_moe");
     let bare = with(&with_experts, "layers_block_type", Value::Null);
     assert_same("E", &with(&bare, "hybrid_override_pattern", "MEM*EM-"), &with_experts);
-    refused("", &["0 layers"]);
+    refused("", &["hybrid_override_pattern", "is empty"]);
+    assert_refused(&with(&bare, "layers_block_type", json!([])), &["layers_block_type", "is empty"]);
     assert_refused(&bare, &["hybrid_override_pattern", "missing", "layers_block_type"]);
+    // Both may be there if they say the same.
+    assert_same("both", &with(&config, "hybrid_override_pattern", "M-M*-M"), &config);
     assert_refused(
-        &with(&config, "hybrid_override_pattern", "M"),
-        &["hybrid_override_pattern", "so is layers_block_type"],
+        &with(&config, "hybrid_override_pattern", "M-M*M-"),
+        &["hybrid_override_pattern", "differs from layers_block_type"],
     );
     assert_refused(&with(&config, "num_hidden_layers", 7), &["layers_block_type", "6 entries", "num_hidden_layers"]);
     assert_same("their number", &with(&config, "num_hidden_layers", 6), &config);

@@ -177,29 +177,23 @@ fn mamba_heads_and_steps() {
     }
 }
 
-/// transformers' modeling_nemotron_h.py: steps are from `time_step_min` on, without an end, whatever `time_step_limit` is.
+/// In the publisher's code steps are within `time_step_limit`; `time_step_min` is of initial weights.
 #[test]
-fn nemotrons_steps_have_a_least() {
+fn nemotrons_steps_are_within_the_limit() {
     let nemotron = fixture("nemotron_h");
     let limit = |config: &Value| match recurrent(&describe(config), 0).decay {
         DecaySpec::Head { limit, .. } => limit,
         ref other => panic!("{other:?}"),
     };
-    assert_eq!(limit(&nemotron), (0.001, f32::INFINITY));
-    assert_eq!(limit(&with(&nemotron, "time_step_min", 0.25)), (0.25, f32::INFINITY));
-    let bare = with(&nemotron, "time_step_min", Value::Null);
-    assert_eq!(limit(&bare), (0.001, f32::INFINITY), "the default");
-    assert_eq!(limit(&with(&bare, "mamba_dt_min", 0.0)), (0.0, f32::INFINITY));
-    assert_refused(&with(&nemotron, "time_step_min", -0.1), &["config.json: time_step_min", "0 or more"]);
-    let unlimited = with(&nemotron, "time_step_limit", Value::Null);
-    assert_same("no limit", &unlimited, &nemotron);
+    assert_eq!(limit(&nemotron), (0.0, f32::INFINITY));
+    assert_same("time_step_min", &with(&nemotron, "time_step_min", 0.25), &nemotron);
+    let bare = with(&nemotron, "time_step_limit", Value::Null);
+    assert_same("no limit", &bare, &nemotron);
     for key in ["time_step_limit", "mamba_dt_limit"] {
-        let limited = with(&unlimited, key, json!([0.25, 2]));
-        assert_refused(&limited, &[&format!("config.json: {key} = [0.25,2]"), "served", "time_step_min"]);
+        assert_eq!(limit(&with(&bare, key, json!([0.25, 2]))), (0.25, 2.0));
     }
-    // Elsewhere the limit is the one that counts.
-    let bamba = fixture("bamba");
-    assert_same("bamba", &with(&bamba, "time_step_min", 0.25), &bamba);
+    // Two spellings of one number.
+    assert_same("both", &with(&nemotron, "mamba_dt_limit", json!([0.0, "Infinity"])), &nemotron);
 }
 
 #[test]
@@ -210,12 +204,13 @@ fn nemotrons_mamba_has_two_key_sets() {
         ("conv_kernel", "mamba_d_conv", json!(3)),
         ("use_conv_bias", "mamba_conv_bias", json!(false)),
         ("time_step_limit", "mamba_dt_limit", json!([0.0, 1.0])),
-        ("time_step_min", "mamba_dt_min", json!(0.5)),
     ] {
         let renamed = with(&with(&nemotron, key, Value::Null), other, nemotron[key].clone());
         assert_same(other, &renamed, &nemotron);
         assert_refused(&with(&nemotron, other, different), &[&format!("{other}: differs from {key}")]);
     }
+    let groups = |key: &str| recurrent(&describe(&with(&nemotron, key, Value::Null)), 0).shape.key_heads;
+    assert_eq!((groups("unknown"), groups("n_groups")), (2, 8), "the default");
     let plain = with(&with(&nemotron, "use_conv_bias", Value::Null), "mamba_conv_bias", false);
     assert_eq!(recurrent(&describe(&plain), 0).conv.as_ref().unwrap().bias, None);
 }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::read::{divides, factor, only, spelling};
+use super::read::{divides, only, spelling};
 use super::recurrent::{kernel, recurrent, shape};
 use super::trunk::{Module, Trunk};
 use crate::spec::{ChannelOrder, ConvSpec, DecaySpec, ProjectionSpec, RecurrentSpec, WriteSpec};
@@ -18,6 +18,8 @@ pub struct Keys {
     pub expand: Option<&'static str>,
     /// Groups of B and C.
     pub groups: &'static [&'static str],
+    /// How many there are if no key says.
+    pub default_groups: usize,
     /// Width of B and of C.
     pub state: &'static str,
     /// Taps of the convolution.
@@ -26,8 +28,6 @@ pub struct Keys {
     pub conv_bias: &'static [&'static str],
     /// Least and largest step.
     pub limit: &'static [&'static str],
-    /// The least step, of a family that takes it from a key of its own and has no largest one; `None`: `limit` counts.
-    pub least: Option<&'static [&'static str]>,
 }
 
 /// The keys of Bamba and Granite.
@@ -36,11 +36,11 @@ pub const MAMBA: Keys = Keys {
     width: "mamba_d_head",
     expand: Some("mamba_expand"),
     groups: &["mamba_n_groups"],
+    default_groups: 1,
     state: "mamba_d_state",
     kernel: &["mamba_d_conv"],
     conv_bias: &["mamba_conv_bias"],
     limit: &["time_step_limit"],
-    least: None,
 };
 
 /// A layer of a Mamba2 stack.
@@ -51,7 +51,7 @@ pub fn mamba2(trunk: &Trunk<'_>, at: &Module, keys: &Keys) -> Result<RecurrentSp
     let c = &trunk.c;
     only(c, &["mamba_proj_bias"], false)?;
     let groups_key = spelling(c, keys.groups)?;
-    let (heads, groups) = (c.size(keys.heads)?, c.opt_size(groups_key)?.unwrap_or(1));
+    let (heads, groups) = (c.size(keys.heads)?, c.opt_size(groups_key)?.unwrap_or(keys.default_groups));
     let width = head_width(trunk, keys, heads)?;
     let state = c.size(keys.state)?;
     let shape = shape(c, (groups_key, groups), (keys.heads, heads), (keys.state, state), (keys.width, width))?;
@@ -61,7 +61,7 @@ pub fn mamba2(trunk: &Trunk<'_>, at: &Module, keys: &Keys) -> Result<RecurrentSp
         x: vec![dt],
         a_log: at.tensor("A_log"),
         dt_bias: at.tensor("dt_bias"),
-        limit: step_limit(c, keys)?,
+        limit: step_limit(c, keys.limit)?,
     };
     let bias = c.opt_bool(spelling(c, keys.conv_bias)?)?.unwrap_or(true);
     let conv = ConvSpec {
@@ -99,25 +99,23 @@ fn head_width(trunk: &Trunk<'_>, keys: &Keys, heads: usize) -> Result<usize, Mod
     Ok(width)
 }
 
-/// A layer's least and largest step.
-fn step_limit(c: &Config, keys: &Keys) -> Result<(f32, f32), ModelError> {
-    const UNLIMITED: (f32, f32) = (0.0, f32::INFINITY);
-    const LEAST: f64 = 0.001;
-    let limit_key = spelling(c, keys.limit)?;
-    let limit = limits(c, limit_key)?.unwrap_or(UNLIMITED);
-    let Some(least_keys) = keys.least else { return Ok(limit) };
-    let least_key = spelling(c, least_keys)?;
-    if limit != UNLIMITED {
-        return Err(c.unsupported(limit_key, format_args!("only 0 and Infinity are served beside {least_key}")));
+/// A layer's least and largest step, which may be named twice: an infinite one is written in two ways.
+fn step_limit(c: &Config, keys: &[&str]) -> Result<(f32, f32), ModelError> {
+    let mut found: Option<(&str, (f32, f32))> = None;
+    for key in keys {
+        match (found, limits(c, key)?) {
+            (_, None) => {}
+            (None, Some(limit)) => found = Some((key, limit)),
+            (Some((first, known)), Some(limit)) if limit != known => {
+                return Err(c.wrong(key, format!("differs from {}, another name for the same", c.name(first))));
+            }
+            _ => {}
+        }
     }
-    let least = factor(c, least_key, Some(LEAST))?;
-    if least < 0.0 {
-        return Err(c.wrong(least_key, format!("must be 0 or more, is {least}")));
-    }
-    Ok((least, f32::INFINITY))
+    Ok(found.map_or((0.0, f32::INFINITY), |(_, limit)| limit))
 }
 
-/// Two numbers in order. An infinite one is written in two ways, since JSON has none.
+/// Two numbers in order; JSON has no infinite one.
 fn limits(c: &Config, key: &str) -> Result<Option<(f32, f32)>, ModelError> {
     let Some(value) = c.get(key) else { return Ok(None) };
     let number = |v: &Value| match v.get("__float__").unwrap_or(v) {

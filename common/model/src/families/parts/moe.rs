@@ -126,7 +126,7 @@ pub fn sigmoid_experts(trunk: &Trunk<'_>, at: &Module, places: &SigmoidExperts) 
     only(c, &["topk_method"], "noaux_tc")?;
     let route = sigmoid(trunk)?;
     let (hidden, inner) = (trunk.hidden, c.size("moe_intermediate_size")?);
-    let shared = shared_width(c, inner)?;
+    let shared = shared_width(c, inner, places.default_shared)?;
     let experts = one_by_one(at, places.experts, hidden, inner, route.experts);
     Ok(ExpertsSpec {
         bias: places.bias.map(|name| at.tensor(name)),
@@ -145,6 +145,8 @@ pub struct SigmoidExperts {
     pub shared: Projections,
     /// The router's bias, in their module; `None`: it has none.
     pub bias: Option<&'static str>,
+    /// How many shared experts there are if no key says.
+    pub default_shared: usize,
 }
 
 /// What follows the mixer of the layer `at`: experts if it is `sparse`, else one MLP in `mlp`.
@@ -159,9 +161,9 @@ pub fn feed(trunk: &Trunk<'_>, at: &Module, sparse: bool, experts: &SigmoidExper
 }
 
 /// Width of the shared experts together, if there are any.
-fn shared_width(c: &Config, inner: usize) -> Result<Option<usize>, ModelError> {
+fn shared_width(c: &Config, inner: usize, default: usize) -> Result<Option<usize>, ModelError> {
     let key = spelling(c, &["num_shared_experts", "n_shared_experts"])?;
-    let count = c.opt_usize(key)?.unwrap_or(0);
+    let count = c.opt_usize(key)?.unwrap_or(default);
     let width = c.opt_size("moe_shared_expert_intermediate_size")?.unwrap_or(inner);
     match count.checked_mul(width) {
         Some(0) => Ok(None),
