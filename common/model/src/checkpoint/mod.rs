@@ -59,6 +59,9 @@ impl Checkpoint {
         let mut checkpoint = Self::empty(config, generation.as_deref())?;
         let index = dir.join(INDEX).exists().then(|| read(INDEX)).transpose()?;
         let shards = index.as_deref().map(shards_of).transpose()?;
+        if shards.as_ref().is_some_and(|map| !map.values().any(|shard| shard == SINGLE)) && dir.join(SINGLE).exists() {
+            tracing::warn!("{} has {SINGLE} beside {INDEX}: the files that the index names are read", dir.display());
+        }
         let names: Vec<String> = match &shards {
             Some(map) => map.values().cloned().collect::<BTreeSet<_>>().into_iter().collect(),
             None if dir.join(SINGLE).exists() => vec![SINGLE.to_string()],
@@ -115,18 +118,35 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Give tensors that are saved under another name the one that descriptions have.
+    /// Give tensors that are saved under another name the one that the description has.
     fn rename(&mut self) {
-        for (theirs, ours) in families::also_named(&self.config) {
-            let renamed: Vec<String> = self.tensors.keys().filter(|name| name.contains(theirs)).cloned().collect();
-            for name in renamed {
+        let names = families::also_named(&self.config);
+        if names.is_empty() {
+            return;
+        }
+        // What is not served is refused when it is loaded, and told why.
+        let Ok(spec) = families::describe(&self.config) else { return };
+        let described = [false, true].map(|fused| spec.tensors(fused));
+        let is_described = |name: &str| {
+            let known = |name: &str| described.iter().any(|tensors| tensors.contains_key(name));
+            known(name) || fp8::scaled_by(name).is_some_and(known)
+        };
+        for (theirs, ours) in names {
+            let other = |name: &&String| name.contains(theirs) && !is_described(name);
+            for name in self.tensors.keys().filter(other).cloned().collect::<Vec<_>>() {
                 let new = name.replace(theirs, ours);
-                if !self.tensors.contains_key(&new) {
+                if is_described(&new) && !self.tensors.contains_key(&new) {
                     let place = self.tensors.remove(&name).expect("just seen");
                     self.tensors.insert(new, place);
                 }
             }
         }
+    }
+
+    /// Rows of `columns` numbers that the tensor `name` has; `None` if it is not there or has no whole rows.
+    pub(crate) fn rows_of(&self, name: &str, columns: usize) -> Option<usize> {
+        let elements = self.tensors.get(name)?.elements();
+        (columns > 0 && elements.is_multiple_of(columns)).then(|| elements / columns)
     }
 
     fn check_index(&self, map: &BTreeMap<String, String>) -> Result<(), ModelError> {

@@ -5,8 +5,8 @@ use hypic_kernels::{Activation, RopeSpec};
 
 use super::parts::layout::listed_or_ruled;
 use super::parts::lightning::{layer_factor, lightning};
-use super::parts::moe::{LIMITS, PROJ, SigmoidExperts, feed, limits, sparse_layers};
-use super::parts::read::{divides, only, spelling};
+use super::parts::moe::{GROUPS, LIMITS, PROJ, SigmoidExperts, feed, limits, sparse_layers};
+use super::parts::read::{divides, only, size, spelling};
 use super::parts::{Heads, Module, Trunk};
 use super::rope::{RopeDefaults, rope};
 use crate::spec::{MixerSpec, NormSpec, RecurrentSpec};
@@ -26,6 +26,10 @@ pub(super) fn stack(
     only(&trunk.c, &["use_rmsnorm"], true)?;
     let is_full = full_layers(trunk)?;
     let is_sparse = sparse_layers(trunk)?;
+    // Their defaults are others in each publication.
+    if is_sparse.contains(&true) {
+        size(&trunk.c, &GROUPS)?;
+    }
     let biased = trunk.c.opt_bool("moe_router_enable_expert_bias")?.unwrap_or(true);
     let [expert_limits, shared_limits] = LIMITS.map(|key| limits(&trunk.c, key, trunk.layers));
     let (expert_limits, shared_limits) = (expert_limits?, shared_limits?);

@@ -50,12 +50,24 @@ const fn with_names(also_named: &'static [(&'static str, &'static str)], family:
     Family { also_named, ..family }
 }
 
+/// A text model that was saved out of a release.
+const QWEN: &[(&str, &str)] = &[("model.language_model.", "model.")];
+
 /// How transformers saves the projections of layers without experts.
 const KIMI: &[(&str, &str)] = &[
     (".block_sparse_moe.gate_proj.", ".mlp.gate_proj."),
     (".block_sparse_moe.up_proj.", ".mlp.up_proj."),
     (".block_sparse_moe.down_proj.", ".mlp.down_proj."),
 ];
+
+/// How transformers saves the outputs of Ling's linear layers, by the name that its others have.
+const LINEAR: &[(&str, &str)] = &[(".attention.dense.", ".attention.o_proj.")];
+
+/// How transformers saves the norms of OLMo's layers with full attention, by the name that its others have.
+const OLMO: &[(&str, &str)] = &[(".feedforward_layer_norm.", ".post_attention_layernorm.")];
+
+/// How transformers calls Nemotron's module.
+const NEMOTRON: &[(&str, &str)] = &[("model.", "backbone.")];
 
 /// Keys of Ring-2.5 that Ling-3.0 has not.
 const RING: &[&str] = &["group_norm_size", "linear_silu", "use_linear_silu"];
@@ -64,22 +76,22 @@ const RING: &[&str] = &["group_norm_size", "linear_silu", "use_linear_silu"];
 const LING: &[&str] = &["kda_lower_bound", "kda_safe_gate", "no_kda_lora"];
 
 const FAMILIES: [Family; 16] = [
-    family("Qwen3_5ForCausalLM", "qwen3_5_text", qwen3_5::plain),
+    with_names(QWEN, family("Qwen3_5ForCausalLM", "qwen3_5_text", qwen3_5::plain)),
     family("Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5::release),
-    family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_5::moe_plain),
+    with_names(QWEN, family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_5::moe_plain)),
     family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5::moe_release),
     family("Qwen3NextForCausalLM", "qwen3_next", qwen3_next::describe),
     family("BailingMoeLinearV2ForCausalLM", "bailing_moe_linear", bailing_moe_linear::describe),
     told_by(RING, family("BailingMoeV2_5ForCausalLM", "bailing_hybrid", bailing_moe_v2_5::describe)),
-    told_by(LING, family("BailingMoeV3ForCausalLM", "bailing_hybrid", bailing_hybrid::describe)),
+    with_names(LINEAR, told_by(LING, family("BailingMoeV3ForCausalLM", "bailing_hybrid", bailing_hybrid::describe))),
     with_names(KIMI, family("KimiLinearForCausalLM", "kimi_linear", kimi_linear::describe)),
     family("MiniMaxForCausalLM", "minimax", minimax::converted),
     family("MiniMaxText01ForCausalLM", "minimax_text_01", minimax::release),
     family("MiniMaxM1ForCausalLM", "minimax_m1", minimax::release),
-    family("OlmoHybridForCausalLM", "olmo_hybrid", olmo_hybrid::describe),
+    with_names(OLMO, family("OlmoHybridForCausalLM", "olmo_hybrid", olmo_hybrid::describe)),
     family("BambaForCausalLM", "bamba", bamba::describe),
     family("GraniteMoeHybridForCausalLM", "granitemoehybrid", granitemoehybrid::describe),
-    family("NemotronHForCausalLM", "nemotron_h", nemotron_h::describe),
+    with_names(NEMOTRON, family("NemotronHForCausalLM", "nemotron_h", nemotron_h::describe)),
 ];
 
 /// Other names of an architecture.
@@ -95,7 +107,7 @@ pub fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
     let mut spec = (family.describe)(config)?;
     spec.compose = compose_rule(config)?.unwrap_or(spec.compose);
     if spec.ropes().next().is_some() {
-        (spec.dynamic, spec.max_positions) = rope::dynamic(config, spec.max_positions)?;
+        (spec.dynamic, spec.max_positions) = rope::reach(config, spec.max_positions)?;
     }
     Ok(spec)
 }

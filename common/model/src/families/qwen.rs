@@ -35,7 +35,7 @@ pub(super) fn stack(
     let c = &trunk.c;
     only(c, &["attn_output_gate"], true)?;
     let heads = Heads::read(c, trunk.hidden)?;
-    let rope = rope(trunk.config, heads.width, &RopeDefaults { theta: 10_000_000.0, partial: 0.25 })?;
+    let rope = rope(trunk.config, heads.width, &RopeDefaults { theta: 10_000.0, partial: 0.25 })?;
     let shape = delta_net_shape(c)?;
     let kernel = kernel(c, "linear_conv_kernel_dim")?;
     let ruled = c.opt_size(INTERVAL)?.map(|interval| every(interval, trunk.layers));

@@ -82,21 +82,31 @@ pub(super) fn softmax_factor(config: &Config) -> Result<f64, ModelError> {
     Ok(magnitude(factor, weight).powi(2))
 }
 
-/// Dynamic NTK scaling, if the type is that one, and the positions that the model then serves: `factor` times
-/// `max_positions`, up to which, in transformers, nothing is stretched. A smaller original maximum, which transformers does
-/// not look at, ends what is used again all the same: who names one may mean it.
+/// Dynamic NTK scaling, if the type is that one, and the positions that the model serves: linear and dynamic scaling take
+/// it `factor` times as far as `max_positions`, YaRN `factor` times as far as the original maximum, if that is farther; the
+/// other types have it named already.
+///
+/// With dynamic scaling nothing is stretched up to `max_positions`, in transformers. A smaller original maximum, which it
+/// does not look at, ends what is used again all the same: who names one may mean it.
 ///
 /// # Errors
 /// As [`rope`].
-pub(super) fn dynamic(config: &Config, max_positions: usize) -> Result<(Option<DynamicNtk>, usize), ModelError> {
+pub(super) fn reach(config: &Config, max_positions: usize) -> Result<(Option<DynamicNtk>, usize), ModelError> {
     let places = Places::of(config)?;
-    if places.kind != Kind::Dynamic {
-        return Ok((None, max_positions));
-    }
-    let factor = places.required("factor", places.factor()?)?;
-    let reusable = places.original()?.map_or(max_positions, |n| max_positions.min(n as usize));
-    let served = (factor * max_positions as f64) as usize;
-    Ok((Some(DynamicNtk { original: max_positions, reusable, factor }), served.min(u32::MAX as usize)))
+    let times = |factor: f64, positions: f64| ((factor * positions) as usize).min(u32::MAX as usize);
+    Ok(match places.kind {
+        Kind::Plain | Kind::Llama3 => (None, max_positions),
+        Kind::Linear => (None, times(places.required("factor", places.factor()?)?, max_positions as f64)),
+        Kind::Yarn => {
+            let (factor, original) = places.extension()?;
+            (None, max_positions.max(times(factor, original)))
+        }
+        Kind::Dynamic => {
+            let factor = places.required("factor", places.factor()?)?;
+            let reusable = places.original()?.map_or(max_positions, |n| max_positions.min(n as usize));
+            (Some(DynamicNtk { original: max_positions, reusable, factor }), times(factor, max_positions as f64))
+        }
+    })
 }
 
 /// Types of scaling that are served.
@@ -251,7 +261,7 @@ impl Places {
         if high <= low {
             return Err(self.wrong("high_freq_factor", format!("is {high}, not above low_freq_factor = {low}")));
         }
-        let original = self.required(ORIGINAL, self.original()?)?;
+        let original = self.required(ORIGINAL, self.original()?.or(self.longest()?))?;
         let scaled = plain.into_iter().map(|f| {
             let length = 2.0 * PI / f;
             if length < original / high {

@@ -147,8 +147,17 @@ impl<B: Backend> Loader<'_, B> {
         Ok(self.upload(&host))
     }
 
-    /// A small matrix in working precision, stacked from `sources`.
+    /// A small matrix in working precision, stacked from `sources`. Whole tensors may be cut elsewhere: transformers saves
+    /// in equal parts what it holds in one.
     pub fn matrix(&mut self, sources: &[RowSource], columns: usize) -> Result<B::Tensor, ModelError> {
+        let whole = sources.iter().all(|source| source.skip == 0 && source.take == source.block_rows);
+        let stored = sources.iter().map(|source| self.checkpoint.rows_of(&source.name, columns));
+        let sources: Vec<RowSource> = match stored.collect::<Option<Vec<usize>>>() {
+            Some(rows) if whole && rows.iter().sum::<usize>() == sources.iter().map(RowSource::rows).sum::<usize>() => {
+                sources.iter().zip(rows).map(|(source, rows)| RowSource::all(source.name.clone(), rows)).collect()
+            }
+            _ => sources.to_vec(),
+        };
         let parts = sources.iter().map(|s| self.rows(s, columns)).collect::<Result<Vec<_>, _>>()?;
         let values: Vec<f64> = parts.iter().flat_map(HostTensor::to_f64).collect();
         Ok(self.upload(&HostTensor::from_f64([values.len() / columns, columns], &values)))

@@ -46,14 +46,15 @@ fn nesting_and_the_names_of_the_family() {
     }
 }
 
-/// The golden model's parameters are the defaults: others are told apart.
+/// Other parameters than the golden model's.
 const THETA: f64 = 5000.0;
 const PARTIAL: f64 = 0.5;
 
 #[test]
 fn rope_parameters_are_found_wherever_they_are() {
     let bare = Files::plain().with("rope_parameters", json!(null));
-    assert_same(&bare, &logits(&golden("qwen3_5")), "the family's defaults");
+    let named = bare.clone().with("rope_theta", json!(1e7));
+    assert_same(&named, &logits(&golden("qwen3_5")), "the family's share of a head");
 
     let both = json!({"rope_theta": THETA, "partial_rotary_factor": PARTIAL});
     let want = logits(bare.clone().with("rope_parameters", both.clone()).write().path());

@@ -262,7 +262,7 @@ fn frequencies_and_factors_are_those_of_the_reference() {
 #[test]
 fn for_text_mrope_is_the_plain_embedding() {
     let plain = described(&bare(0.5)).unwrap();
-    let want: Vec<f64> = (0..8).map(|i| 1e7f64.powf(-f64::from(i) / 8.0)).collect();
+    let want: Vec<f64> = (0..8).map(|i| 1e4f64.powf(-f64::from(i) / 8.0)).collect();
     assert_embedding(&plain, &want, 1.0);
     for parameters in [
         json!({"type": "mrope", "mrope_section": [2, 3, 3]}),
@@ -324,7 +324,7 @@ fn yarn_lengths_that_are_not_named_follow_from_the_others() {
 /// Up to the original maximum, which may have a name of its own, everything can be used again; how far the model goes
 /// beyond it is named, or follows from the factor.
 #[test]
-fn dynamic_scaling_has_an_original_maximum_and_goes_beyond_it() {
+fn scaling_takes_a_model_farther() {
     let positions = |parameters: Value| {
         let files = bare(1.0).with("rope_scaling", parameters);
         let spec = families::describe(&Config::parse(&files.config.to_string()).unwrap()).unwrap();
@@ -339,7 +339,16 @@ fn dynamic_scaling_has_an_original_maximum_and_goes_beyond_it() {
     assert_eq!(named(8192, 2.5), (Some(8192), 20480));
     assert_eq!(positions(json!({"type": "dynamic", "factor": 4.0})), (Some(8192), 32768));
     assert_eq!(positions(json!({"type": "dynamic", "factor": 1e9})), (Some(8192), u32::MAX as usize));
-    assert_eq!(positions(json!({"type": "linear", "factor": 4.0})), (None, 8192));
+    // The others that stretch what the model was made for.
+    assert_eq!(positions(json!({"type": "linear", "factor": 4.0})), (None, 32768));
+    assert_eq!(positions(json!({"type": "yarn", "factor": 4.0})), (None, 32768));
+    let yarn = |original: usize| {
+        positions(json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}))
+    };
+    assert_eq!((yarn(1024), yarn(2048), yarn(4096)), ((None, 8192), (None, 8192), (None, 16384)));
+    let llama = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                       "original_max_position_embeddings": 256});
+    assert_eq!(positions(llama), (None, 8192));
     // A model that does not rotate has nothing to scale.
     let still = Files::golden("kimi_linear").with("rope_scaling", json!({"type": "dynamic", "factor": 4.0}));
     let spec = families::describe(&Config::parse(&still.config.to_string()).unwrap()).unwrap();
@@ -379,7 +388,6 @@ fn parameters_of_a_scaling_are_checked() {
         (&llama, "factor"),
         (&llama, "low_freq_factor"),
         (&llama, "high_freq_factor"),
-        (&llama, "original_max_position_embeddings"),
     ] {
         assert_refused(&set(base, key, json!(null)), &[&format!("config.json: rope_scaling.{key}: is missing")]);
     }

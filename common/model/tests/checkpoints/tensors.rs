@@ -47,6 +47,23 @@ fn names_that_some_checkpoints_have() {
         renamed.tensors.insert(theirs, tensor);
     }
     assert_eq!(logits(renamed.write().path()), logits(&golden("kimi_linear")));
+    // Elsewhere the same name is one of those that are described.
+    for (name, pairs) in [
+        ("bailing_hybrid", &[("model.layers.0.attention.o_proj", "model.layers.0.attention.dense")][..]),
+        ("olmo_hybrid", &[("model.layers.3.post_attention_layernorm", "model.layers.3.feedforward_layer_norm")]),
+        ("qwen3_5", &[("model.", "model.language_model.")]),
+        ("nemotron_h_moe", &[("backbone.", "model.")]),
+    ] {
+        let files = Files::golden(name);
+        let mut renamed = files.clone();
+        renamed.tensors.clear();
+        for (tensor, stored) in files.tensors {
+            let other =
+                pairs.iter().find_map(|(ours, theirs)| tensor.strip_prefix(ours).map(|rest| format!("{theirs}{rest}")));
+            renamed.tensors.insert(other.unwrap_or(tensor), stored);
+        }
+        assert_eq!(logits(renamed.write().path()), logits(&golden(name)), "{name}");
+    }
     // Not both.
     let mut twice = files;
     let (ours, theirs) = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.block_sparse_moe.up_proj.weight");
@@ -251,4 +268,31 @@ fn stored_slopes_count() {
     let mut other = files;
     other.tensors.insert("model.layers.x.self_attn.key_decay".to_string(), Stored::f32(&[1], &[0.0]));
     assert_refused(other.write().path(), &["model.layers.x.self_attn.key_decay", "belongs to no part"]);
+}
+
+/// transformers holds the three convolutions of OLMo's delta nets in one and saves it in equal parts.
+#[test]
+fn convolutions_may_be_cut_elsewhere() {
+    let files = Files::golden("olmo_hybrid");
+    let names = ["q", "k", "v"].map(|part| format!("model.layers.1.linear_attn.{part}_conv1d.weight"));
+    let shape = &files.tensors[&names[0]].shape;
+    let taps = shape[shape.len() - 1];
+    let all: Vec<f32> = names.iter().flat_map(|name| files.tensors[name].values()).collect();
+    let rows = all.len() / taps;
+    let third = rows.div_ceil(3);
+    let cut = |cuts: [usize; 2]| {
+        let mut files = files.clone();
+        for (name, (from, to)) in names.iter().zip([(0, cuts[0]), (cuts[0], cuts[1]), (cuts[1], rows)]) {
+            let stored = Stored::f32(&[to - from, 1, taps], &all[from * taps..to * taps]);
+            files.tensors.insert(name.clone(), stored);
+        }
+        files
+    };
+    let want = logits(&golden("olmo_hybrid"));
+    assert_eq!(logits(cut([third, 2 * third]).write().path()), want);
+    // But none may be missing or too short.
+    let mut short = cut([third, 2 * third]);
+    let stored = short.tensors.get_mut(&names[2]).expect("just cut");
+    *stored = Stored::f32(&[rows - 2 * third - 1, 1, taps], &all[(2 * third + 1) * taps..]);
+    assert_refused(short.write().path(), &["_conv1d.weight", "config.json makes it"]);
 }

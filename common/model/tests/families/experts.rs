@@ -84,6 +84,7 @@ fn biases_and_shared_experts() {
     for count in [1u64 << 20, u64::MAX] {
         assert_refused(&with(&bailing, "num_shared_experts", count), &["num_shared_experts", "wider than"]);
     }
+    assert_refused(&with(&bailing, "n_group", Value::Null), &["n_group: is missing", "num_expert_group"]);
     let kimi = describe(&fixture("kimi_linear"));
     let bias = experts(&kimi, 1).bias.as_deref();
     assert_eq!(bias, Some("model.layers.1.block_sparse_moe.gate.e_score_correction_bias"));

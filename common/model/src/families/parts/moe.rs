@@ -2,7 +2,7 @@
 
 use hypic_kernels::{Activation, MlpForm, RouteSpec, Score};
 
-use super::layout::{either, named};
+use super::layout::named;
 use super::read::{divides, factor, only, size, spelling};
 use super::trunk::{Module, Trunk};
 use crate::config::MAX_SIZE;
@@ -47,7 +47,7 @@ const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_expert
 const TOP: [&str; 2] = ["num_experts_per_tok", "num_experts_per_token"];
 
 /// Keys for the number of groups of experts.
-const GROUPS: [&str; 2] = ["n_group", "num_expert_group"];
+pub const GROUPS: [&str; 2] = ["n_group", "num_expert_group"];
 
 /// An MLP.
 pub fn mlp(at: &Module, of: Projections, hidden: usize, inner: usize) -> MlpSpec {
@@ -233,19 +233,21 @@ fn counts(trunk: &Trunk<'_>) -> Result<(usize, usize), ModelError> {
     Ok((experts, top_k))
 }
 
-/// Which layers have experts: those from `first_k_dense_replace` on (every `moe_layer_freq`-th), or as
-/// `mlp_layer_types` says.
+/// Which layers have experts: as `mlp_layer_types` says, else those from `first_k_dense_replace` on (every
+/// `moe_layer_freq`-th).
 ///
 /// # Errors
-/// If a key is missing or wrong, or the two differ.
+/// If both keys are missing, or one is wrong.
 pub fn sparse_layers(trunk: &Trunk<'_>) -> Result<Vec<bool>, ModelError> {
     const FIRST: &str = "first_k_dense_replace";
     const TYPES: &str = "mlp_layer_types";
     let (c, layers) = (&trunk.c, trunk.layers);
     let every = c.opt_size("moe_layer_freq")?.unwrap_or(1);
-    let from = |first| (0..layers).map(|l| l >= first && l.is_multiple_of(every)).collect();
-    let listed = named(c, TYPES, layers, &["dense"], &["sparse"])?;
-    either(c, (FIRST, c.opt_usize(FIRST)?.map(from)), (TYPES, listed))
+    let from = |first| (0..layers).map(|l| l >= first && l.is_multiple_of(every)).collect::<Vec<bool>>();
+    // The list tells more: transformers saves the number beside it whatever it is.
+    let ruled = c.opt_usize(FIRST)?.map(from);
+    let sparse = named(c, TYPES, layers, &["dense"], &["sparse"])?.or(ruled);
+    sparse.ok_or_else(|| c.wrong(FIRST, format!("is missing, and so is {TYPES}")))
 }
 
 /// Limits of the factors of SwiGLU, per layer: of experts, and of shared experts.
