@@ -73,6 +73,7 @@ impl Call {
                 (Some("query" | "prompt"), Shape::Chat) => "messages",
                 (Some("query"), Shape::Completion) => "prompt",
                 (Some("separator"), _) => "hypic.separator",
+                (Some("mode"), _) => "hypic.mode",
                 (Some("max_tokens"), _) => {
                     error.message = error.message.replacen("max_tokens", limit, 1);
                     limit

@@ -107,6 +107,7 @@ async fn what_the_engine_refuses_is_named_as_it_was_sent() {
         ("max_tokens", COMPLETION, completion(json!({"max_tokens": 9})), "max_tokens"),
         ("max_tokens", CHAT, chat(json!({"max_completion_tokens": 9})), "max_completion_tokens"),
         ("logit_bias", CHAT, chat(json!({"logit_bias": {"9": 1}})), "logit_bias"),
+        ("mode", CHAT, chat(json!({})), "hypic.mode"),
     ] {
         server.refuse(Error::invalid(field, "why"));
         let (status, error) = server.refused(path, body).await;

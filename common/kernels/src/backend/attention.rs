@@ -79,7 +79,8 @@ pub struct Span<'a, B: Backend> {
     /// The tokens of `kv` that are seen.
     pub range: Range<usize>,
     /// The position, in the sequence, of what `kv` calls position 0: a row at position p turns its
-    /// query by `p - origin` for this span.
+    /// query by `p - origin` for this span. Keys in it are not stretched: a row that is turns by p stretched and by
+    /// `-origin` as the embedding is.
     pub origin: i64,
     /// Index, in the sequence's rows, of the first row that sees the span.
     pub from_row: usize,

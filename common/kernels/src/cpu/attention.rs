@@ -223,7 +223,7 @@ impl Pass<'_> {
         if let Some(turner) = turner {
             let d_k = self.shape.kv.d_k;
             for (position, heads) in positions.iter().zip(scratch.turned.chunks_exact_mut(self.group * d_k)) {
-                turner.turn(self.isa, position - origin, d_k, heads);
+                turner.turn(self.isa, *position, origin, d_k, heads);
             }
         }
         *turned_for = Some(origin);

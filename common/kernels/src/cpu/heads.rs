@@ -73,7 +73,7 @@ pub(super) fn rotate(
     let cols = x.cols();
     each_row(pool, x.data_mut(), cols, ROTATE_FLOPS, |row, x| {
         let (turner, position) = rows[row];
-        turner.turn(isa, position, d, &mut x[col..col + heads * d]);
+        turner.turn(isa, position, 0, d, &mut x[col..col + heads * d]);
     });
 }
 

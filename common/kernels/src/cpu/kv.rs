@@ -102,7 +102,7 @@ impl CpuKv {
             turned.extend_from_slice(&k.mat.data()[row * k.mat.cols() + k.col..][..heads * d_k]);
             if let Some(turner) = &turner {
                 // Elementwise, so the same bits on all.
-                turner.turn(Isa::Portable, positions.at[i], d_k, &mut turned);
+                turner.turn(Isa::Portable, positions.at[i], 0, d_k, &mut turned);
             }
             let v = v.map_or(&[][..], |v| &v.mat.data()[row * v.mat.cols() + v.col..][..heads * d_v]);
             self.put(first + i, &turned, v);

@@ -3,7 +3,6 @@
 //! Angles are computed in f64 from exact integer positions. The table covers the distances that were asked
 //! for and grows up to a bound; angles beyond it, and those of a stretched embedding, are computed when they are used.
 
-use std::borrow::Cow;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::{Isa, math};
@@ -42,15 +41,16 @@ impl CpuRope {
 
     /// What turns vectors, stretched by `ntk_alpha`; quick for distances up to `farthest` either way if that is 1.
     pub(super) fn turner(&self, farthest: u64, ntk_alpha: f64) -> Turner<'_> {
+        let spec = &self.spec;
         if ntk_alpha != 1.0 {
-            return Turner { spec: Cow::Owned(self.spec.ntk(ntk_alpha)), table: Arc::default() };
+            return Turner { spec, stretched: Some(self.spec.ntk(ntk_alpha).inv_freq), table: Arc::default() };
         }
         let pairs = self.spec.inv_freq.len();
         let want = usize::try_from(farthest).unwrap_or(usize::MAX).saturating_add(1).min(TABLE_END);
         // A poisoned lock still guards a whole table: it is replaced at once.
         let table = Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner));
         if table.len() >= want * 2 * pairs {
-            return Turner { spec: Cow::Borrowed(&self.spec), table };
+            return Turner { spec, stretched: None, table };
         }
         let mut slot = self.table.write().unwrap_or_else(PoisonError::into_inner);
         let have = slot.len() / (2 * pairs);
@@ -60,51 +60,62 @@ impl CpuRope {
             grown.resize(positions * 2 * pairs, 0.0);
             for position in have..positions {
                 let at = position * 2 * pairs;
-                angles(&self.spec, position as f64, &mut grown[at..at + 2 * pairs]);
+                let angles = self.spec.inv_freq.iter().map(|freq| position as f64 * freq);
+                write(angles, self.spec.scale, &mut grown[at..at + 2 * pairs]);
             }
             *slot = Arc::new(grown);
         }
-        Turner { spec: Cow::Borrowed(&self.spec), table: Arc::clone(&slot) }
+        Turner { spec, stretched: None, table: Arc::clone(&slot) }
     }
 }
 
 /// The cosines of all pairs, then the sines, times the factor.
-fn angles(spec: &RopeSpec, position: f64, to: &mut [f32]) {
-    let (cos, sin) = to.split_at_mut(spec.inv_freq.len());
-    for ((freq, cos), sin) in spec.inv_freq.iter().zip(cos).zip(sin) {
-        let (s, c) = (position * freq).sin_cos();
-        *cos = (c * spec.scale) as f32;
-        *sin = (s * spec.scale) as f32;
+fn write(angles: impl Iterator<Item = f64>, scale: f64, to: &mut [f32]) {
+    let (cos, sin) = to.split_at_mut(to.len() / 2);
+    for ((angle, cos), sin) in angles.zip(cos).zip(sin) {
+        let (s, c) = angle.sin_cos();
+        *cos = (c * scale) as f32;
+        *sin = (s * scale) as f32;
     }
 }
 
 /// Turns vectors.
 pub(super) struct Turner<'a> {
-    spec: Cow<'a, RopeSpec>,
+    spec: &'a RopeSpec,
+    /// Frequencies at the own position, if they are others.
+    stretched: Option<Vec<f64>>,
     table: Arc<Vec<f32>>,
 }
 
 impl Turner<'_> {
-    /// Turn each of `heads`, `width` numbers long, by `position`.
-    pub fn turn(&self, isa: Isa, position: i64, width: usize, heads: &mut [f32]) {
-        let RopeSpec { offset, inv_freq, interleaved, .. } = &*self.spec;
+    /// Turn each of `heads`, `width` numbers long, to `position` as seen from `origin`, which is never stretched.
+    pub fn turn(&self, isa: Isa, position: i64, origin: i64, width: usize, heads: &mut [f32]) {
+        let RopeSpec { offset, inv_freq, interleaved, scale } = self.spec;
         let per_position = 2 * inv_freq.len();
-        let distance = position.unsigned_abs();
-        let computed;
-        let angles = match usize::try_from(distance).ok().filter(|d| *d < TABLE_END).and_then(|d| {
+        let distance = (position - origin).unsigned_abs();
+        // Turning back is turning by the other sign of the sines.
+        let (mut computed, mut sign) = (Vec::new(), if position < origin { -1.0 } else { 1.0 });
+        let known = usize::try_from(distance).ok().filter(|d| *d < TABLE_END).and_then(|d| {
             let at = d * per_position;
             self.table.get(at..at + per_position)
-        }) {
-            Some(row) => row,
-            None => {
-                let mut row = vec![0.0; per_position];
-                angles(&self.spec, distance as f64, &mut row);
-                computed = row;
+        });
+        let angles = match (&self.stretched, known) {
+            (None, Some(row)) => row,
+            (None, None) => {
+                computed.resize(per_position, 0.0);
+                write(inv_freq.iter().map(|freq| distance as f64 * freq), *scale, &mut computed);
+                &computed[..]
+            }
+            (Some(stretched), _) => {
+                sign = 1.0;
+                computed.resize(per_position, 0.0);
+                let (position, origin) = (position as f64, origin as f64);
+                let angles = stretched.iter().zip(inv_freq).map(|(own, freq)| position * own - origin * freq);
+                write(angles, *scale, &mut computed);
                 &computed[..]
             }
         };
         let (cos, sin) = angles.split_at(inv_freq.len());
-        let sign = if position < 0 { -1.0 } else { 1.0 };
         for head in heads.chunks_exact_mut(width) {
             let rotated = &mut head[*offset..offset + per_position];
             if *interleaved {
@@ -155,7 +166,7 @@ mod tests {
                 for position in [0, 1, -1, 77, -1023, 1024, -5000, 131_071, 131_072, -3_000_000, 1 << 40] {
                     let before: Vec<f32> = (0..32).map(|i| (i as f32 * 0.7).sin()).collect();
                     let mut got = before.clone();
-                    rope.turner(100, 1.0).turn(isa, position, 16, &mut got);
+                    rope.turner(100, 1.0).turn(isa, position, 0, 16, &mut got);
                     for head in 0..2 {
                         let (x, y) = (&before[head * 16..], &got[head * 16..]);
                         let mut want: Vec<f64> = x[..16].iter().map(|x| f64::from(*x)).collect();
@@ -181,8 +192,8 @@ mod tests {
         let (small, large) = (CpuRope::new(&spec), CpuRope::new(&spec));
         for position in [0i64, 900, -1500, 40_000] {
             let (mut x, mut y) = (vec![0.3; 13], vec![0.3; 13]);
-            small.turner(0, 1.0).turn(Isa::best(), position, 13, &mut x);
-            large.turner(position.unsigned_abs(), 1.0).turn(Isa::best(), position, 13, &mut y);
+            small.turner(0, 1.0).turn(Isa::best(), position, 0, 13, &mut x);
+            large.turner(position.unsigned_abs(), 1.0).turn(Isa::best(), position, 0, 13, &mut y);
             assert_eq!(x, y);
         }
     }

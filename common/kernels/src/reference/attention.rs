@@ -62,7 +62,7 @@ fn visible<'a, R: Real>(
     let mut see = |kv: &'a RefKv<R>, range: std::ops::Range<usize>, origin: i64| {
         let mut query = query.to_vec();
         if let Some(rope) = rope {
-            rope.rotate(&mut query, position - origin);
+            rope.rotate_from(&mut query, position, origin);
         }
         for token in range {
             let dot: R = query.iter().zip(kv.key(token, kv_head)).map(|(q, k)| *q * *k).sum();

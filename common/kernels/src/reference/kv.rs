@@ -124,17 +124,19 @@ impl<R: Real> Stored for RefKv<R> {
 #[derive(Clone, Debug)]
 pub struct RefRope<R> {
     pub(super) spec: RopeSpec,
+    /// Frequencies at the own position, which may be stretched.
+    own: Vec<f64>,
     working: PhantomData<R>,
 }
 
 impl<R: Real> RefRope<R> {
     pub(super) fn new(spec: &RopeSpec) -> Self {
-        RefRope { spec: spec.clone(), working: PhantomData }
+        RefRope { spec: spec.clone(), own: spec.inv_freq.clone(), working: PhantomData }
     }
 
     /// The same, stretched: see [`RopeSpec::ntk`].
     pub(super) fn ntk(&self, alpha: f64) -> Self {
-        RefRope::new(&self.spec.ntk(alpha))
+        RefRope { own: self.spec.ntk(alpha).inv_freq, ..self.clone() }
     }
 
     /// A head of `d` numbers must have the dimensions that turn.
@@ -146,13 +148,23 @@ impl<R: Real> RefRope<R> {
 
     /// Turn the head `x` to `position`.
     pub(super) fn rotate(&self, x: &mut [R], position: i64) {
+        self.rotate_from(x, position, 0);
+    }
+
+    /// Turn the head `x` to `position`, as seen from `origin`, which is not stretched.
+    pub(super) fn rotate_from(&self, x: &mut [R], position: i64, origin: i64) {
         let RopeSpec { offset, inv_freq, interleaved, scale } = &self.spec;
         let pairs = inv_freq.len();
         self.check("rope", x.len());
         for (i, freq) in inv_freq.iter().enumerate() {
             let (first, second) =
                 if *interleaved { (offset + 2 * i, offset + 2 * i + 1) } else { (offset + i, offset + i + pairs) };
-            let (sin, cos) = (position as f64 * freq).sin_cos();
+            let angle = if self.own[i] == *freq {
+                (position - origin) as f64 * freq
+            } else {
+                position as f64 * self.own[i] - origin as f64 * freq
+            };
+            let (sin, cos) = angle.sin_cos();
             let (sin, cos) = (R::from_f64(sin * scale), R::from_f64(cos * scale));
             let (a, b) = (x[first], x[second]);
             x[first] = a * cos - b * sin;

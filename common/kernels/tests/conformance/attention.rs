@@ -213,7 +213,8 @@ pub fn attention_rows_are_independent<B: Backend>(b: &B) {
     }
 }
 
-/// Keys stored at local positions and a query turned by its distance give what keys at true positions give.
+/// Keys stored at local positions and a query turned by its distance give what keys at true positions give; also if the
+/// query is stretched, and the keys, which are older, are not.
 pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
     let tolerance = if is_f64(b) { 1e-11 } else { 5e-5 };
     for seed in 0..10 {
@@ -245,8 +246,10 @@ pub fn turning_queries_is_turning_keys<B: Backend>(b: &B) {
             append(store, &own_k, &own_v, first);
         }
         let positions: Vec<i64> = (first..first + rows as i64).collect();
+        let ntk_alpha = if seed % 2 == 0 { 1.0 } else { 2.5 };
         let attend = |spans: Vec<Span<'_, B>>, own: &B::Kv| {
-            let rows = [AttentionRows { rows: 0..rows, positions: Positions::plain(&positions), spans, own }];
+            let positions = Positions { at: &positions, ntk_alpha };
+            let rows = [AttentionRows { rows: 0..rows, positions, spans, own }];
             let mut out = dirty(b);
             b.attention(shape, rope.as_ref(), Cols::new(&q, 0), &rows, &mut out);
             values(b, &out)

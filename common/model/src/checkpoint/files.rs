@@ -42,9 +42,16 @@ pub(super) struct Place {
     pub shape: Vec<usize>,
     /// First byte and the byte behind the last, counted from where the file's tensor data begins.
     pub range: (usize, usize),
+    /// Its name in the file, if that is another one.
+    pub saved_as: Option<String>,
 }
 
 impl Place {
+    /// What the tensor `name` is called in its file.
+    pub fn told<'a>(&'a self, name: &'a str) -> &'a str {
+        self.saved_as.as_deref().unwrap_or(name)
+    }
+
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }

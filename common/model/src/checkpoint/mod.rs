@@ -108,7 +108,8 @@ impl Checkpoint {
         let (file, tensors) = DataFile::open(name, data)?;
         let index = self.files.len();
         for (tensor, info) in tensors {
-            let place = Place { file: index, dtype: info.dtype, shape: info.shape, range: info.data_offsets };
+            let (dtype, shape, range) = (info.dtype, info.shape, info.data_offsets);
+            let place = Place { file: index, dtype, shape, range, saved_as: None };
             if let Some(first) = self.tensors.insert(tensor.clone(), place) {
                 let problem = format!("tensor {tensor} is also in {}", self.files[first.file].name);
                 return Err(ModelError::checkpoint(file.name, problem));
@@ -137,7 +138,7 @@ impl Checkpoint {
                 let new = name.replace(theirs, ours);
                 if is_described(&new) && !self.tensors.contains_key(&new) {
                     let place = self.tensors.remove(&name).expect("just seen");
-                    self.tensors.insert(new, place);
+                    self.tensors.insert(new, Place { saved_as: Some(name), ..place });
                 }
             }
         }
@@ -255,6 +256,7 @@ impl Checkpoint {
     }
 
     fn misshapen(&self, name: &str, place: &Place, shape: &[usize]) -> ModelError {
+        let name = place.told(name);
         self.broken(place, format!("tensor {name} has shape {:?}, config.json makes it {shape:?}", place.shape))
     }
 
@@ -265,7 +267,7 @@ impl Checkpoint {
             None if place.dtype == StDtype::F8_E4M3 => (DType::F32, self.scaled(name, place, range.clone())?),
             None => {
                 let served = "f32, bf16 and f16 are read, and F8_E4M3 with scales of its blocks";
-                return Err(self.broken(place, format!("tensor {name} is {:?}; {served}", place.dtype)));
+                return Err(self.broken(place, format!("tensor {} is {:?}; {served}", place.told(name), place.dtype)));
             }
         };
         self.usage.borrow_mut().add(name, range);
@@ -276,6 +278,7 @@ impl Checkpoint {
     fn stored(&self, name: &str, place: &Place, range: Range<usize>) -> Result<Bytes, ModelError> {
         let size = place.dtype.bitsize() / 8;
         let (from, len) = (place.range.0 + range.start * size, range.len() * size);
+        let name = place.told(name);
         self.files[place.file].read(from, len).map_err(|e| self.broken(place, format!("tensor {name}: {e}")))
     }
 
@@ -376,7 +379,7 @@ impl Checkpoint {
         };
         field(&mut hash, &self.config_bytes);
         for (name, place) in &self.tensors {
-            field(&mut hash, name.as_bytes());
+            field(&mut hash, place.told(name).as_bytes());
             field(&mut hash, format!("{:?} {:?}", place.dtype, place.shape).as_bytes());
             let (from, to) = place.range;
             hash.update(&((to - from) as u64).to_le_bytes());

@@ -6,7 +6,7 @@ use hypic_state::ComposeRule;
 
 use super::parts::layout::{ATTENTION, MAMBA};
 use super::parts::mamba2::{Keys, mamba2};
-use super::parts::moe::{FUSED_UNGATED, SQUARED_RELU, SigmoidExperts, fused, mlp, one_by_one, sigmoid_experts};
+use super::parts::moe::{FUSED_UNGATED, SQUARED_RELU, SigmoidExperts, fused, mlp, sigmoid_experts};
 use super::parts::read::{only, spelling};
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
 use crate::spec::{ExpertsSpec, FeedSpec, LayerSpec};
@@ -87,12 +87,11 @@ fn experts(trunk: &Trunk<'_>, at: &Module) -> Result<FeedSpec, ModelError> {
         default_shared: 1,
     };
     let narrow = trunk.c.opt_size("moe_latent_size")?;
-    let described = sigmoid_experts(trunk, at, &EXPERTS)?;
     let width = narrow.unwrap_or(trunk.hidden);
+    let described = sigmoid_experts(trunk, at, &EXPERTS, width)?;
     let (count, inner) = (described.route.experts, described.experts[0].inner);
     let spec = ExpertsSpec {
         narrow: narrow.map(|width| [at.rows("fc1_latent_proj", width), at.rows("fc2_latent_proj", trunk.hidden)]),
-        experts: one_by_one(at, SQUARED_RELU, width, inner, count),
         fused: Some(fused(at, FUSED_UNGATED, SQUARED_RELU.form, width, inner, count)),
         ..described
     };

@@ -25,7 +25,8 @@ pub(super) struct RopeDefaults {
 
 /// The rotary embedding for heads of `head_dim`. Of the text model's configuration first, then of the one that
 /// holds it: `rope_parameters.full_attention`, `rope_parameters`, `rope_scaling`, the configuration itself. The
-/// first place that names a parameter counts.
+/// first place that names a parameter counts (but for `original_max_position_embeddings`, where the configuration itself
+/// comes first).
 ///
 /// # Errors
 /// If a parameter is wrong or missing, or the type is one that is not served.

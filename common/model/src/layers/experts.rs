@@ -60,7 +60,8 @@ impl<B: Backend> Experts<B> {
             return backend.experts(self.form, &self.experts, routing, x, sum.so_far(x));
         };
         backend.linear(down, x, narrow);
-        *wide = backend.zeros(narrow.shape());
+        backend.resize(wide, narrow.shape());
+        backend.mix(wide, 0.0, narrow, 0.0);
         backend.experts(self.form, &self.experts, routing, narrow, wide);
         sum.linear(up, wide);
     }

@@ -127,7 +127,7 @@ const FAMILIES: [Family; 13] = [
         fixtures: &["nemotron_h", "nemotron_h_moe", "nemotron_h_latent_moe"],
         more: &[],
         production: &[],
-        mixers: "Mamba2, attention without rotation",
+        mixers: "Mamba2, attention without rotation; MLPs and experts without a gate",
         why: DEEP,
     },
     Family { name: "bamba", fixtures: &["bamba"], more: &[], production: &[], mixers: "Mamba2, attention", why: DEEP },

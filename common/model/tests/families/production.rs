@@ -1,5 +1,6 @@
 //! The production models, from their published configurations. Where only a part is known, the test states the rest.
 
+use hypic_kernels::MlpForm;
 use serde_json::{Value, json};
 
 use crate::support::*;
@@ -82,6 +83,24 @@ fn layers_of_the_production_models() {
         (&["model.layers.42.".to_string()][..], 512)
     );
     assert_eq!(latent(&ling, 5).rope.as_ref().unwrap().inv_freq.len(), 32, "the whole rotary part");
+    // Two lists that the reference data leaves out: the late layers of the release have limits.
+    let list = |limits: &dyn Fn(usize) -> f64| (0..42).map(limits).collect::<Vec<f64>>();
+    let experts_list = list(&|l| if l >= 35 { 4.0 } else { 0.0 });
+    let shared_list = list(&|l| {
+        if l >= 40 {
+            7.0
+        } else if l >= 34 {
+            5.0
+        } else {
+            0.0
+        }
+    });
+    let bounded = with(&production("Ling-3.0-flash"), "expert_swiglu_limit_list", experts_list);
+    let bounded = describe(&with(&bounded, "share_expert_swiglu_limit_list", shared_list));
+    let forms = |l: usize| (experts(&bounded, l).experts[511].form, experts(&bounded, l).shared.as_ref().unwrap().form);
+    let limit = |limit: f32| MlpForm::BoundedSwiGlu { limit };
+    assert_eq!(forms(33), (MlpForm::SwiGlu, MlpForm::SwiGlu));
+    assert_eq!((forms(34), forms(41)), ((MlpForm::SwiGlu, limit(5.0)), (limit(4.0), limit(7.0))));
 }
 
 /// Of Ring-2.5-1T only the attention is known: the rest is made up here, and refused where it is missing.

@@ -118,7 +118,7 @@ impl Case {
                     }
                     let mut q = q.to_vec();
                     if let Some(rope) = &self.rope {
-                        rope.turner(0, 1.0).turn(Isa::Portable, self.positions[row] - origin, D_K, &mut q);
+                        rope.turner(0, 1.0).turn(Isa::Portable, self.positions[row], origin, D_K, &mut q);
                     }
                     for token in range {
                         let k = &planes[index].0[(token * kv.heads + kv_head) * D_K..][..D_K];

@@ -43,7 +43,7 @@ fn blocks_tasks_and_neighbours_change_no_bit() {
     let (x, before) = (numbers(1, rows * hidden), numbers(2, rows * hidden));
     let logits = numbers(3, rows * count);
     let plain = MlpForm::Plain(Activation::SquaredRelu);
-    for (dtype, form) in [(DType::F32, MlpForm::SwiGlu), (DType::Bf16, MlpForm::SwiGlu), (DType::F32, plain)] {
+    for (dtype, form) in [DType::F32, DType::Bf16].into_iter().flat_map(|d| [(d, MlpForm::SwiGlu), (d, plain)]) {
         let all: Vec<Expert<Cpu>> = (0..count as u64)
             .map(|e| Expert {
                 gate_up: pack(form.rows(inner), hidden, 10 + e, dtype),

@@ -113,8 +113,8 @@ fn keys_are_turned_as_they_are_appended() {
     kv.append(0..2, Cols::new(&k, 0), Some(Cols::new(&v, 0)), Positions::plain(&[-3, 4]), Some(&rope));
     let mut want = k.data().to_vec();
     let turner = rope.turner(4, 1.0);
-    turner.turn(Isa::Portable, -3, 10, &mut want[..30]);
-    turner.turn(Isa::Portable, 4, 10, &mut want[30..]);
+    turner.turn(Isa::Portable, -3, 0, 10, &mut want[..30]);
+    turner.turn(Isa::Portable, 4, 0, 10, &mut want[30..]);
     assert_eq!(kv.download().k.to_f32(), want);
     assert_ne!(want, k.data());
 }

@@ -116,18 +116,24 @@ pub fn softmax(trunk: &Trunk<'_>, renormalise: bool) -> Result<RouteSpec, ModelE
 }
 
 /// Experts of a sigmoid router (DeepSeek-V3, 2024) in the module `at`: they are chosen within the best groups by score
-/// plus bias, weighed by their scores, and joined by shared experts, which are one MLP that serves every row.
+/// plus bias, weighed by their scores, and joined by shared experts, which are one MLP that serves every row. They work on
+/// rows of `width` columns.
 ///
 /// # Errors
 /// If a key is missing, wrong or asks for something that is not served.
-pub fn sigmoid_experts(trunk: &Trunk<'_>, at: &Module, places: &SigmoidExperts) -> Result<ExpertsSpec, ModelError> {
+pub fn sigmoid_experts(
+    trunk: &Trunk<'_>,
+    at: &Module,
+    places: &SigmoidExperts,
+    width: usize,
+) -> Result<ExpertsSpec, ModelError> {
     let c = &trunk.c;
     only(c, &["score_function", "scoring_func", "moe_router_activation_func"], "sigmoid")?;
     only(c, &["topk_method"], "noaux_tc")?;
     let route = sigmoid(trunk)?;
     let (hidden, inner) = (trunk.hidden, c.size("moe_intermediate_size")?);
     let shared = shared_width(c, inner, places.default_shared)?;
-    let experts = one_by_one(at, places.experts, hidden, inner, route.experts);
+    let experts = one_by_one(at, places.experts, width, inner, route.experts);
     Ok(ExpertsSpec {
         bias: places.bias.map(|name| at.tensor(name)),
         shared: shared.map(|inner| mlp(&at.sub("shared_experts"), places.shared, hidden, inner)),
@@ -155,7 +161,7 @@ pub struct SigmoidExperts {
 /// If a key is missing, wrong or asks for something that is not served.
 pub fn feed(trunk: &Trunk<'_>, at: &Module, sparse: bool, experts: &SigmoidExperts) -> Result<FeedSpec, ModelError> {
     match sparse {
-        true => Ok(sigmoid_experts(trunk, &at.sub(experts.module), experts)?.into()),
+        true => Ok(sigmoid_experts(trunk, &at.sub(experts.module), experts, trunk.hidden)?.into()),
         false => dense(trunk, &at.sub("mlp")),
     }
 }
@@ -265,7 +271,7 @@ pub fn limits(c: &Config, key: &str, layers: usize) -> Result<Vec<Option<f32>>, 
     }
     let limit = |value: &serde_json::Value| match value.as_f64() {
         _ if value.is_null() => Ok(None),
-        Some(limit) if limit >= 0.0 => Ok((limit > 0.0).then_some(limit as f32)),
+        Some(limit) if limit >= 0.0 => Ok(Some(limit as f32).filter(|limit| *limit > 0.0)),
         _ => Err(c.wrong(key, format!("must have numbers, 0 or more, has {value}"))),
     };
     listed[..layers].iter().map(limit).collect()

@@ -110,7 +110,7 @@ impl<'a> Trunk<'a> {
             return Err(c.unsupported("sliding_window", "attention without a window is served"));
         }
         if c.get("swiglu_limit").is_some() {
-            return Err(c.unsupported("swiglu_limit", "MLPs without a limit are served"));
+            return Err(c.unsupported("swiglu_limit", "limits are served per layer, of Ling's experts"));
         }
         Ok(Trunk {
             config,
