@@ -122,11 +122,13 @@ impl Checkpoint {
     /// Give tensors that are saved under another name the one that the description has.
     fn rename(&mut self) {
         let names = families::also_named(&self.config);
-        if names.is_empty() {
+        if !names.iter().any(|(theirs, _)| self.tensors.keys().any(|name| name.contains(theirs))) {
             return;
         }
-        // What is not served is refused when it is loaded, and told why.
-        let Ok(spec) = families::describe(&self.config) else { return };
+        // What is odd or not served is told when the model is loaded.
+        let quiet = tracing::subscriber::NoSubscriber::default();
+        let described = tracing::subscriber::with_default(quiet, || families::describe(&self.config));
+        let Ok(spec) = described else { return };
         let described = [false, true].map(|fused| spec.tensors(fused));
         let is_described = |name: &str| {
             let known = |name: &str| described.iter().any(|tensors| tensors.contains_key(name));
