@@ -48,7 +48,7 @@ impl<B: Backend> Prompt<B> {
         let (backend, model) = (&setup.backend, &setup.model);
         let covered = plan.resume.as_ref().map_or(0, |hit| hit.tokens);
         let tokens = covered + plan.segments.iter().map(|s| s.tokens.len()).sum::<usize>() + plan.query.len();
-        check_reuse(plan, tokens, setup.model.spec().reusable())?;
+        check_reuse(plan, tokens, model.spec().reusable())?;
         let state = match &plan.resume {
             Some(hit) => {
                 let (_, state) = setup.store.longest_prefix([hit.key]).ok_or(CombineError::StalePrefix)?;

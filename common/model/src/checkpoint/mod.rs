@@ -13,6 +13,7 @@ mod usage;
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
@@ -257,9 +258,14 @@ impl Checkpoint {
         ModelError::checkpoint(&self.files[place.file].name, problem)
     }
 
+    /// That something is wrong with the tensor `name`, which is told by its name in the file.
+    fn broken_tensor(&self, name: &str, place: &Place, problem: impl Display) -> ModelError {
+        self.broken(place, format!("tensor {} {problem}", place.told(name)))
+    }
+
     fn misshapen(&self, name: &str, place: &Place, shape: &[usize]) -> ModelError {
-        let name = place.told(name);
-        self.broken(place, format!("tensor {name} has shape {:?}, config.json makes it {shape:?}", place.shape))
+        let problem = format_args!("has shape {:?}, config.json makes it {shape:?}", place.shape);
+        self.broken_tensor(name, place, problem)
     }
 
     /// The elements `range` of a tensor, in a dtype that the engine computes with.
@@ -269,7 +275,7 @@ impl Checkpoint {
             None if place.dtype == StDtype::F8_E4M3 => (DType::F32, self.scaled(name, place, range.clone())?),
             None => {
                 let served = "f32, bf16 and f16 are read, and F8_E4M3 with scales of its blocks";
-                return Err(self.broken(place, format!("tensor {} is {:?}; {served}", place.told(name), place.dtype)));
+                return Err(self.broken_tensor(name, place, format_args!("is {:?}; {served}", place.dtype)));
             }
         };
         self.usage.borrow_mut().add(name, range);
@@ -280,13 +286,13 @@ impl Checkpoint {
     fn stored(&self, name: &str, place: &Place, range: Range<usize>) -> Result<Bytes, ModelError> {
         let size = place.dtype.bitsize() / 8;
         let (from, len) = (place.range.0 + range.start * size, range.len() * size);
-        let name = place.told(name);
-        self.files[place.file].read(from, len).map_err(|e| self.broken(place, format!("tensor {name}: {e}")))
+        let read = self.files[place.file].read(from, len);
+        read.map_err(|e| self.broken(place, format!("tensor {}: {e}", place.told(name))))
     }
 
     /// The elements `range` of an fp8 tensor, times the scales of their blocks, as f32.
     fn scaled(&self, name: &str, place: &Place, range: Range<usize>) -> Result<Bytes, ModelError> {
-        let broken = |problem: String| self.broken(place, format!("tensor {name} {problem}"));
+        let broken = |problem: String| self.broken_tensor(name, place, problem);
         let Some(blocks) = self.scaled else {
             return Err(broken(
                 "is F8_E4M3, but config.json has no quantization_config that tells the size of its blocks".to_string(),

@@ -1,7 +1,7 @@
 //! MiniMax-Text-01 and M1: lightning attention without rotation, grouped-query attention with rotation of a part of
 //! each head, experts, and a residual that is the normalised input. In the key set of the releases and in that of
-//! transformers, which also stores the decays: where the number of heads is no power of two,
-//! they are others than the releases have, and those that are stored count.
+//! transformers, which also stores the decays: where the number of heads is no power of two, they are others than the
+//! releases have, and those that are stored count.
 
 use hypic_kernels::Activation;
 

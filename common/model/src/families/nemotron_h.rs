@@ -9,7 +9,7 @@ use super::parts::mamba2::{Keys, mamba2};
 use super::parts::moe::{FUSED_UNGATED, SQUARED_RELU, SigmoidExperts, fused, mlp, sigmoid_experts};
 use super::parts::read::{only, spelling};
 use super::parts::{Defaults, Heads, Module, Trunk, attention};
-use crate::spec::{ExpertsSpec, FeedSpec, LayerSpec};
+use crate::spec::{Block, ExpertsSpec, FeedSpec, LayerSpec};
 use crate::{Config, ModelError, ModelSpec};
 
 const KEYS: Keys = Keys {
@@ -50,18 +50,13 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         let mixer = match kind {
             Kind::Mamba => mamba2(&trunk, &mixer_at, &KEYS)?.into(),
             Kind::Attention => attention(&trunk, &mixer_at, heads, None).into(),
-            Kind::Mlp | Kind::Experts => {
-                let feed = match kind {
-                    Kind::Experts => experts(&trunk, &mixer_at)?,
-                    _ => FeedSpec::Dense(mlp(&mixer_at, SQUARED_RELU, trunk.hidden, c.size("intermediate_size")?)),
-                };
-                match layers.last_mut() {
-                    Some(layer) if layer.feed.is_none() => layer.feed = Some(trunk.block(&at, "norm", feed)),
-                    _ => {
-                        let problem = format!("{name} stands behind no mixer (MLPs and experts behind one are served)");
-                        return Err(ModelError::Unsupported(problem));
-                    }
-                }
+            Kind::Mlp => {
+                let feed = mlp(&mixer_at, SQUARED_RELU, trunk.hidden, c.size("intermediate_size")?);
+                behind_mixer(&mut layers, &name, trunk.block(&at, "norm", FeedSpec::Dense(feed)))?;
+                continue;
+            }
+            Kind::Experts => {
+                behind_mixer(&mut layers, &name, trunk.block(&at, "norm", experts(&trunk, &mixer_at)?))?;
                 continue;
             }
         };
@@ -75,6 +70,18 @@ pub(super) fn describe(config: &Config) -> Result<ModelSpec, ModelError> {
         compose: ComposeRule::Last,
         ..model
     })
+}
+
+/// Make the block `name`, `feed`, the second half of the last layer.
+fn behind_mixer(layers: &mut [LayerSpec], name: &str, feed: Block<FeedSpec>) -> Result<(), ModelError> {
+    match layers.last_mut() {
+        Some(layer) if layer.feed.is_none() => layer.feed = Some(feed),
+        _ => {
+            let problem = format!("{name} stands behind no mixer (MLPs and experts behind one are served)");
+            return Err(ModelError::Unsupported(problem));
+        }
+    }
+    Ok(())
 }
 
 /// Experts, in the larger models on a projection of the rows; the router and the shared experts see the rows themselves.

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::read::{divides, only, spelling};
+use super::read::{divides, only, spelled, spelling};
 use super::recurrent::{kernel, recurrent, shape};
 use super::trunk::{Module, Trunk};
 use crate::spec::{ChannelOrder, ConvSpec, DecaySpec, ProjectionSpec, RecurrentSpec, WriteSpec};
@@ -101,18 +101,8 @@ fn head_width(trunk: &Trunk<'_>, keys: &Keys, heads: usize) -> Result<usize, Mod
 
 /// A layer's least and largest step, which may be named twice: an infinite one is written in two ways.
 fn step_limit(c: &Config, keys: &[&str]) -> Result<(f32, f32), ModelError> {
-    let mut found: Option<(&str, (f32, f32))> = None;
-    for key in keys {
-        match (found, limits(c, key)?) {
-            (_, None) => {}
-            (None, Some(limit)) => found = Some((key, limit)),
-            (Some((first, known)), Some(limit)) if limit != known => {
-                return Err(c.wrong(key, format!("differs from {}, another name for the same", c.name(first))));
-            }
-            _ => {}
-        }
-    }
-    Ok(found.map_or((0.0, f32::INFINITY), |(_, limit)| limit))
+    let named = spelled(c, keys, |key| limits(c, key))?;
+    Ok(named.map_or((0.0, f32::INFINITY), |(_, limit)| limit))
 }
 
 /// Two numbers in order; JSON has no infinite one.

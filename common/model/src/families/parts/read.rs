@@ -10,12 +10,31 @@ use crate::{Config, ModelError};
 /// # Errors
 /// If it has two with different values.
 pub fn spelling<'k>(c: &Config, keys: &[&'k str]) -> Result<&'k str, ModelError> {
-    let mut present = keys.iter().filter(|key| c.get(key).is_some());
-    let Some(first) = present.next() else { return Ok(keys[0]) };
-    match present.find(|other| c.get(other) != c.get(first)) {
-        Some(other) => Err(c.wrong(other, format!("differs from {}, another name for the same", c.name(first)))),
-        None => Ok(first),
+    let found = spelled(c, keys, |key| Ok(c.get(key)))?;
+    Ok(found.map_or(keys[0], |(key, _)| key))
+}
+
+/// The first of `keys`, names of one parameter, at which `read` finds a value, and that value.
+///
+/// # Errors
+/// If there are two with different values, or `read` fails.
+pub fn spelled<'k, T: PartialEq>(
+    c: &Config,
+    keys: &[&'k str],
+    read: impl Fn(&str) -> Result<Option<T>, ModelError>,
+) -> Result<Option<(&'k str, T)>, ModelError> {
+    let mut found: Option<(&str, T)> = None;
+    for key in keys {
+        let Some(value) = read(key)? else { continue };
+        match &found {
+            None => found = Some((key, value)),
+            Some((first, known)) if *known != value => {
+                return Err(c.wrong(key, format!("differs from {}, another name for the same", c.name(first))));
+            }
+            Some(_) => {}
+        }
     }
+    Ok(found)
 }
 
 /// The extent at the first of `keys`, names of one parameter, that is there; with that name.
